@@ -1,0 +1,57 @@
+"""The demo: a small MoE that learns Python from the standard library's own source in minutes.
+
+    make train                                                          one device
+    python -m launch.train --config=configs/demo.py:demo_fold8          8 simulated devices
+
+Expected on 2 cores: validation loss from 8.3 to under the trigram model's.
+"""
+
+from dataclasses import replace
+
+from moejax.config import Config
+from moejax.core.mesh import ParallelConfig
+from moejax.core.precision import PrecisionConfig
+from moejax.data import DataConfig
+from moejax.model.attention.gqa import AttentionConfig
+from moejax.model.moe import MoEConfig
+from moejax.model.router import RouterConfig
+from moejax.model.transformer import ModelConfig
+from moejax.train.checkpoint import CheckpointConfig
+from moejax.train.optimizer import OptimizerConfig
+from moejax.train.step import TrainConfig
+
+
+def demo() -> Config:
+    """The demo on one device."""
+    router = RouterConfig(aux_coeff=0.01, z_coeff=1e-4)
+    return Config(
+        name="demo",
+        model=ModelConfig(
+            vocab_size=2048,
+            dim=256,
+            num_layers=4,
+            attention=AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=64, qk_norm=True),
+            moe=MoEConfig(num_experts=16, top_k=2, ffn_dim=256, router=router),
+        ),
+        precision=PrecisionConfig(compute_dtype="auto"),
+        data=DataConfig(vocab_size=2048),
+        train=TrainConfig(
+            steps=600, batch_size=16, sequence_length=256, eval_every=100, eval_batches=8
+        ),
+        optimizer=OptimizerConfig(
+            learning_rate=3e-3, warmup_steps=50, schedule="warmup_cosine", final_lr_ratio=0.05
+        ),
+        checkpoint=CheckpointConfig(save_every=200),
+    )
+
+
+def demo_fold8() -> Config:
+    """The same run folded over 8 devices: dp=4 x tp=2 for attention, ep=8 for the experts."""
+    base = demo()
+    moe = replace(base.model.moe, dispatch="all_to_all")
+    return replace(
+        base,
+        name="demo_fold8",
+        model=replace(base.model, moe=moe),
+        parallel=ParallelConfig(dp=4, tp=2, ep=8),
+    )

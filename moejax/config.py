@@ -1,0 +1,203 @@
+"""The configuration tree: sections put together, checked across, and driven by flags.
+
+Each section is a frozen dataclass beside its owner and validates itself. Here they are only
+composed. A recipe is a Python function returning a complete `Config`; `load_recipe` finds it,
+`mirror` turns it into the `ConfigDict` that `ml_collections` flags act on, and `rebuild` turns
+that back, so that every validation runs again on what the flags made of it.
+"""
+
+import ast
+import dataclasses
+import difflib
+import importlib.util
+import inspect
+import textwrap
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from absl import flags
+from ml_collections import ConfigDict, config_flags
+
+from moejax.core.mesh import Fold, ParallelConfig, fold
+from moejax.core.precision import PrecisionConfig
+from moejax.data import DataConfig
+from moejax.model.transformer import ModelConfig
+from moejax.train.checkpoint import CheckpointConfig
+from moejax.train.metrics import LogConfig
+from moejax.train.optimizer import OptimizerConfig
+from moejax.train.step import TrainConfig
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+@dataclasses.dataclass(frozen=True)
+class InitConfig:
+    """Where a new run's weights come from; a run that has checkpoints of its own resumes."""
+
+    seed: int = 0
+    """Seed of the weights and of the data order."""
+    from_run: str = ""
+    """Run folder (or one checkpoint in it) whose weights alone start this run; empty: random."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Everything that a run depends on."""
+
+    name: str = "run"
+    """Name of the run, and of its folder."""
+    runs_dir: str = "runs"
+    """Where run folders are kept, from the current directory."""
+    model: ModelConfig = ModelConfig()
+    """Shape of the model."""
+    parallel: ParallelConfig = ParallelConfig()
+    """How devices are read by attention and by the experts."""
+    precision: PrecisionConfig = PrecisionConfig()
+    """Number formats by purpose."""
+    data: DataConfig = DataConfig()
+    """Text, mixture, tokenizer."""
+    train: TrainConfig = TrainConfig()
+    """Length of the run, shape of the step, evaluation."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """AdamW and its schedule."""
+    init: InitConfig = InitConfig()
+    """Seed and warm start."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """When to save, what to keep."""
+    log: LogConfig = LogConfig()
+    """What is shown and written down."""
+
+    @property
+    def run_dir(self) -> Path:
+        """The folder of this run."""
+        return Path(self.runs_dir).expanduser() / self.name
+
+    def fold_over(self, num_devices: int) -> Fold:
+        """Returns the fold over so many devices, the batch checked against it.
+
+        Raises ValueError for degrees that do not cover the devices, strides that do not nest, or
+        a batch that does not divide.
+        """
+        folded = fold(*self.parallel.readings(num_devices))
+        self.train.check(folded.degree("dp"), folded.degree("tp"))
+        return folded
+
+
+def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
+    """Yields (dotted name, value, documentation) of every leaf of a config tree."""
+    documents = _documents(type(node))
+    for field in dataclasses.fields(node):
+        value, name = getattr(node, field.name), f"{prefix}{field.name}"
+        if dataclasses.is_dataclass(value):
+            yield from leaves(value, f"{name}.")
+        else:
+            yield name, value, documents.get(field.name, "")
+
+
+def _documents(cls: type) -> dict[str, str]:
+    """Field name -> the docstring that stands under it."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body
+    return {
+        field.target.id: " ".join(text.value.value.split())
+        for field, text in zip(body, body[1:], strict=False)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(field.target, ast.Name)
+        and isinstance(text, ast.Expr)
+        and isinstance(text.value, ast.Constant)
+    }
+
+
+def mirror(node: Any) -> ConfigDict:
+    """Returns the tree as a ConfigDict of the same leaves: what flags may override."""
+    return ConfigDict(
+        {
+            field.name: mirror(value) if dataclasses.is_dataclass(value) else value
+            for field in dataclasses.fields(node)
+            for value in [getattr(node, field.name)]
+        }
+    )
+
+
+def rebuild(cls: type, values: ConfigDict | dict) -> Any:
+    """Returns the frozen dataclass of a mirror; every section's validation runs."""
+    hints = get_type_hints(cls)
+    made = {}
+    for name, value in values.items():
+        if dataclasses.is_dataclass(hints[name]):
+            value = rebuild(hints[name], value)
+        made[name] = tuple(value) if isinstance(value, list) else value
+    return cls(**made)
+
+
+def load_recipe(where: str) -> Config:
+    """Returns the config of "FILE.py" (its `default` recipe) or "FILE.py:RECIPE".
+
+    FILE is looked for from the current directory, then from the repository. Raises ValueError,
+    naming the recipes there are.
+    """
+    file, _, name = where.partition(":")
+    found = [p for p in (Path(file), REPOSITORY / file) if p.is_file()]
+    if not found:
+        known = ", ".join(sorted(f"configs/{p.name}" for p in REPOSITORY.glob("configs/*.py")))
+        raise ValueError(f"--config={file}: no such file; the repository has {known}")
+    spec = importlib.util.spec_from_file_location(f"recipe_{found[0].stem}", found[0])
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    recipes = {
+        key: value
+        for key, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == spec.name and key[0] != "_"
+    }
+    if (name or found[0].stem) not in recipes:
+        raise ValueError(
+            f"--config={where}: no recipe {name or found[0].stem!r}; {file} has "
+            f"{', '.join(f'{file}:{key}' for key in recipes)}"
+        )
+    return recipes[name or found[0].stem]()
+
+
+def parse(arguments: Sequence[str]) -> Config:
+    """Returns the config of command-line arguments: --config=FILE[:RECIPE] --config.LEAF=VALUE ...
+
+    Raises ValueError, one line, for whatever is wrong with them.
+    """
+    base = [a.split("=", 1)[1] for a in arguments if a.startswith("--config=")]
+    rest = [a for a in arguments if not a.startswith("--config=")]
+    if len(base) != 1:
+        raise ValueError("give one --config=FILE.py[:RECIPE], for example --config=configs/demo.py")
+    recipe = load_recipe(base[0])
+    known = {f"--config.{name}": value for name, value, _ in leaves(recipe)}
+    for argument in rest:
+        name, equals, _ = argument.partition("=")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+            raise ValueError(f"unknown option {name}; the nearest is {near} (--help lists all)")
+        if not equals:
+            raise ValueError(f"{name} needs a value: {name}={known[name]!r}")
+    values = flags.FlagValues()
+    holder = config_flags.DEFINE_config_dict("config", mirror(recipe), flag_values=values)
+    try:
+        values(["", *rest])
+    except flags.Error as error:
+        raise ValueError(str(error).splitlines()[0]) from None
+    return rebuild(Config, holder.value)
+
+
+def describe(config: Config) -> str:
+    """Returns every leaf with its value and documentation, by section: the text of --help."""
+    lines, section = [], None
+    for name, value, document in leaves(config):
+        head = name.rpartition(".")[0]
+        if head != section:
+            lines.append(f"\n{head or 'the run'}")
+            section = head
+        shown = str(value).lower() if isinstance(value, bool) else value
+        lines.append(f"  --config.{name}={shown}")
+        lines += textwrap.wrap(document, 92, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return "\n".join(lines)
+
+
+def nested(config: Any) -> dict:
+    """Returns the tree as plain nested dicts, for JSON."""
+    return dataclasses.asdict(config)

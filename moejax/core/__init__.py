@@ -1,0 +1,1 @@
+"""The grid of devices and its roles, sharding tables, parameters, precision, collectives."""

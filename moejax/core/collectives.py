@@ -1,0 +1,98 @@
+"""Collectives over roles: tuples of mesh axes, where `()` means this device alone.
+
+The only file that calls `jax.lax` collectives. Each function returns x itself for `()`, so that
+one code path serves a lone device with no mesh and every fold. All are differentiable; under
+`shard_map(check_vma=True)` the type system picks the transposes.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int, Shaped
+
+Axes = tuple[str, ...]
+
+
+def psum(x, axes: Axes):
+    """Returns the sum of x (a pytree) over the devices along `axes`, the same on all of them."""
+    return lax.psum(vary(x, axes), axes) if axes else x
+
+
+def pmax(x: Shaped[Array, "..."], axes: Axes) -> Shaped[Array, "..."]:
+    """Returns the maximum over `axes`. Its gradient is zero by definition: use it to stabilise."""
+    return lax.pmax(lax.stop_gradient(vary(x, axes)), axes) if axes else lax.stop_gradient(x)
+
+
+def all_gather(x: Shaped[Array, "..."], axes: Axes, dim: int = 0) -> Shaped[Array, "..."]:
+    """Returns the devices' x concatenated along `dim`, in the order of the devices."""
+    return lax.all_gather(x, axes, axis=dim, tiled=True) if axes else x
+
+
+def psum_scatter(x: Shaped[Array, "..."], axes: Axes, dim: int = 0) -> Shaped[Array, "..."]:
+    """Returns this device's piece, along `dim`, of the sum over `axes`."""
+    return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True) if axes else x
+
+
+def all_to_all(x: Shaped[Array, "..."], axes: Axes) -> Shaped[Array, "..."]:
+    """Sends block i of dim 0 to device i; returns the received blocks, stacked by sender."""
+    return lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True) if axes else x
+
+
+def axis_index(axes: Axes) -> Int[Array, ""]:
+    """Returns this device's index along `axes`, slowest first (0 for `()`)."""
+    return lax.axis_index(axes) if axes else jnp.zeros((), jnp.int32)
+
+
+def vary(x, axes: Axes):
+    """Returns x (a pytree) typed as varying over `axes`; its transpose is the psum over them."""
+
+    def one(leaf):
+        missing = tuple(axis for axis in axes if axis not in jax.typeof(leaf).manual_axis_type.varying)
+        return lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+    return jax.tree.map(one, x) if axes else x
+
+
+def ragged_all_to_all(
+    operand: Shaped[Array, "rows ..."],
+    output: Shaped[Array, "out_rows ..."],
+    input_offsets: Int[Array, " peers"],
+    send_sizes: Int[Array, " peers"],
+    output_offsets: Int[Array, " peers"],
+    recv_sizes: Int[Array, " peers"],
+    axes: Axes,
+) -> Shaped[Array, "out_rows ..."]:
+    """Sends `operand[input_offsets[j]:][:send_sizes[j]]` to row `output_offsets[j]` of device j's
+    output; rows of `output` that nothing reaches stay. All sizes are device values.
+
+    `lax.ragged_all_to_all` where the platform has it; XLA:CPU has not, and runs an emulation.
+    """
+    tables = (input_offsets, send_sizes, output_offsets, recv_sizes)
+    if not axes:
+        return emulated_ragged_all_to_all(operand, output, *tables, axes)
+    return lax.platform_dependent(
+        operand,
+        output,
+        *tables,
+        cpu=lambda *args: emulated_ragged_all_to_all(*args, axes),
+        default=lambda *args: lax.ragged_all_to_all(*args, axis_name=axes),
+    )
+
+
+def emulated_ragged_all_to_all(
+    operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, axes: Axes
+):
+    """The definition of `ragged_all_to_all`: gathers everything, then each row finds its source.
+
+    `recv_sizes` is implied by the peers' `send_sizes`; it is checked by nobody, as in XLA.
+    """
+    me, peers = axis_index(axes), send_sizes.shape[0]
+    stacked = all_gather(jnp.stack([input_offsets, send_sizes, output_offsets]), axes)
+    starts_p, sizes_p, places_p = stacked.reshape(peers, 3, peers)[:, :, me].T
+    row_r = jnp.arange(output.shape[0], dtype=sizes_p.dtype)
+    here_rp = (row_r[:, None] >= places_p[None]) & (row_r[:, None] < (places_p + sizes_p)[None])
+    peer_r = jnp.argmax(here_rp, axis=1).astype(sizes_p.dtype)
+    source_r = peer_r * operand.shape[0] + starts_p[peer_r] + row_r - places_p[peer_r]
+    found = all_gather(operand, axes).at[source_r].get(mode="fill", fill_value=0)
+    reached_r = here_rp.any(axis=1).reshape(-1, *(1,) * (output.ndim - 1))
+    return jnp.where(reached_r, found, output)

@@ -1,0 +1,1 @@
+"""Attention layers, one file for each kind."""

@@ -1,0 +1,89 @@
+"""What every dispatcher shares: its contract, and the last step, sorting rows by local expert.
+
+A dispatcher is two functions. `dispatch` brings each token to the devices of its experts and
+returns rows sorted by local expert; `combine` brings the (weighted) expert outputs back and sums
+them per token. What `combine` needs to know travels in `Dispatched.route`.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from moejax.core.mesh import Fold
+from pallas_kernels import permute, sort_slots, unpermute
+
+
+class Dispatched(NamedTuple):
+    """Rows for this device's experts. Rows past `sizes_e.sum()` are zeros."""
+
+    x_sD: Float[Array, "s D"]
+    weights_s: Float[Array, " s"]
+    sizes_e: Int[Array, " e"]
+    num_slots: Int[Array, ""]
+    """Slots that arrived here: summed over ep and edp they are all slots, or some were dropped."""
+    route: Any
+    """The way back: indices that `combine` reads."""
+
+
+class Dispatcher(NamedTuple):
+    """A pair of functions, chosen by name.
+
+    dispatch(x_tD, experts_tK, weights_tK, num_experts, fold) -> Dispatched
+    combine(y_sD, route, fold) -> y_tD
+    """
+
+    name: str
+    dispatch: Callable[[Array, Array, Array, int, Fold], Dispatched]
+    combine: Callable[[Array, Any, Fold], Array]
+
+
+class Sorted(NamedTuple):
+    """Where each sorted row came from, and where each slot went (-1: nowhere)."""
+
+    tokens_s: Int[Array, " s"]
+    slots_tK: Int[Array, "t K"]
+
+
+def row_weights(weights_tK: Float[Array, "t K"], order: Sorted) -> Float[Array, " s"]:
+    """Returns the weight of each sorted row: weights[t, k] where slots[t, k] is that row.
+
+    Written with `permute`, whose gradient is a gather: no scatter in the backward.
+    """
+    rows_s1 = jnp.arange(order.tokens_s.shape[0], dtype=order.slots_tK.dtype)[:, None]
+    mine_sK = order.slots_tK[jnp.maximum(order.tokens_s, 0)] == rows_s1
+    weights_sK = permute(weights_tK, order.tokens_s, order.slots_tK)
+    return jnp.where(mine_sK, weights_sK, 0.0).sum(axis=1)
+
+
+def sort_rows(
+    x_tD: Float[Array, "t D"],
+    experts_tK: Int[Array, "t K"],
+    weights_tK: Float[Array, "t K"],
+    num_experts: int,
+) -> tuple[Float[Array, "s D"], Float[Array, " s"], Int[Array, " e"], Sorted]:
+    """Returns rows sorted by expert (id `num_experts`: none), their weights, sizes, and order."""
+    tokens_s, slots_tK, sizes_e = sort_slots(experts_tK, num_experts)
+    order = Sorted(tokens_s, slots_tK)
+    return permute(x_tD, tokens_s, slots_tK), row_weights(weights_tK, order), sizes_e, order
+
+
+def arrive(x_tD, ids_tK, weights_tK, num_local: int) -> tuple[Dispatched, Sorted]:
+    """Returns what `dispatch` returns, but for the route, and the order of the sorted rows."""
+    x_sD, weights_s, sizes_e, order = sort_rows(x_tD, ids_tK, weights_tK, num_local)
+    return Dispatched(x_sD, weights_s, sizes_e, sizes_e.sum(), order), order
+
+
+def unsort_rows(y_sD: Float[Array, "s D"], order: Sorted) -> Float[Array, "t D"]:
+    """Returns the sum of each token's rows (float32 accumulation, in the order of its slots)."""
+    return unpermute(y_sD, order.slots_tK, order.tokens_s)
+
+
+def local_ids(
+    experts: Int[Array, "..."], first: Int[Array, ""] | int, num_local: int
+) -> Int[Array, "..."]:
+    """Returns expert ids counted from `first`; `num_local` for experts that are elsewhere."""
+    ids = experts - first
+    return jax.lax.select((ids >= 0) & (ids < num_local), ids, jnp.full_like(ids, num_local))

@@ -1,0 +1,96 @@
+"""The mixture-of-experts layer: route -> dispatch -> experts -> combine (+ shared expert)."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from moejax.core import params
+from moejax.core.mesh import Fold
+from moejax.core.precision import PrecisionConfig
+from moejax.model import balance
+from moejax.model.dispatch import DISPATCHERS
+from moejax.model.experts import Experts
+from moejax.model.mlp import MLP
+from moejax.model.router import RouterConfig, route
+from moejax.model.stream import Stream
+
+Aux = dict[str, Float[Array, "..."]]
+
+
+@dataclasses.dataclass(frozen=True)
+class MoEConfig:
+    """Shape and options of a MoE layer."""
+
+    num_experts: int = 16
+    """Experts E."""
+    top_k: int = 2
+    """Experts K per token."""
+    ffn_dim: int = 512
+    """Width F of one expert."""
+    shared_ffn_dim: int = 0
+    """Width of the shared expert that every token passes; 0: none."""
+    dispatch: str = "all_gather"
+    """How tokens reach experts: "all_gather" (also the best on one device), "all_to_all" (padded),
+    "ragged" (exact sizes; emulated on CPU), "reference" (one-hot oracle)."""
+    router: RouterConfig = RouterConfig()
+    """Scores, selection and balance."""
+
+    def __post_init__(self):
+        if not 0 < self.top_k <= self.num_experts:
+            raise ValueError(f"moe.top_k={self.top_k} is not in 1..num_experts={self.num_experts}")
+        if self.dispatch not in DISPATCHERS:
+            raise ValueError(
+                f"moe.dispatch={self.dispatch!r}: choose from {', '.join(DISPATCHERS)}"
+            )
+        if self.top_k == 1 and self.router.renormalize:
+            raise ValueError(
+                "moe.top_k=1 with router.renormalize=True makes every weight 1 and leaves the "
+                "router without a gradient: set router.renormalize=False"
+            )
+
+
+class MoE(nnx.Module):
+    """Experts behind a router. Works alone: `MoE(MoEConfig(), 64, rngs=nnx.Rngs(0))(x, stream)`."""
+
+    def __init__(
+        self,
+        cfg: MoEConfig,
+        dim: int,
+        *,
+        std: float = 0.02,
+        out_std: float = 0.02,
+        fold: Fold = Fold(),  # noqa: B008 - frozen
+        precision: PrecisionConfig = PrecisionConfig(),  # noqa: B008 - frozen
+        rngs: nnx.Rngs,
+    ):
+        self.cfg, self.fold, self.precision = cfg, fold, precision
+        kinds = dict(std=std, out_std=out_std, fold=fold, precision=precision, rngs=rngs)
+        self.w_router = params.normal(
+            rngs, (dim, cfg.num_experts), ("embed", "router"), std, precision
+        )
+        self.bias = params.buffer((cfg.num_experts,), ("router",), precision.dtype("router"))
+        self.experts = Experts(cfg.num_experts, dim, cfg.ffn_dim, **kinds)
+        if cfg.shared_ffn_dim:
+            self.shared = MLP(dim, cfg.shared_ffn_dim, **kinds)
+
+    def __call__(self, x_tD: Float[Array, "t D"], stream: Stream) -> tuple[Array, Aux]:
+        """Returns (y_tD, {"aux_loss", "z_loss", "load_E", "dropped"}: this device's shares)."""
+        cfg, fold, dispatcher = self.cfg, self.fold, DISPATCHERS[self.cfg.dispatch]
+        dtype = self.precision.dtype("router")
+        logits_tE = x_tD.astype(dtype) @ self.w_router[...].astype(dtype)
+        bias_E = self.bias[...] if cfg.router.bias_rate else None
+        routing = route(logits_tE, bias_E, stream.valid_t, cfg.router, cfg.top_k)
+        aux = balance.losses(routing, stream, cfg.router, fold)
+        with jax.named_scope("dispatch"):
+            rows = dispatcher.dispatch(
+                x_tD, routing.experts_tK, routing.weights_tK, cfg.num_experts, fold
+            )
+        y_sD = self.experts(rows.x_sD, rows.weights_s, rows.sizes_e)
+        with jax.named_scope("combine"):
+            y_tD = dispatcher.combine(y_sD, rows.route, fold)
+        arrived = rows.num_slots.astype(jnp.float32) / fold.degree("etp")
+        aux["dropped"] = aux["load_E"].sum() - arrived
+        return (y_tD + self.shared(x_tD) if cfg.shared_ffn_dim else y_tD), aux

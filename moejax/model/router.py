@@ -1,0 +1,94 @@
+"""Routing: which K of E experts each token goes to, and with what weight. Pure, no mesh.
+
+    logits = x w        scores s = softmax(logits) or sigmoid(logits)
+    experts = top-k of s + bias            (the bias steers the choice and nothing else)
+    weights = s[experts] * scale, or s[experts] / sum(s[experts]) * scale when renormalised
+
+Renormalisation happens in log space, so that tiny scores survive: a softmax over the chosen
+logits, or over the chosen log-sigmoids. With a softmax score it equals "top-k, then softmax".
+Ties go to the lowest expert index.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+SCORES = ("softmax", "sigmoid")
+AUX_LOSSES = ("none", "batch", "sequence")
+
+
+@dataclasses.dataclass(frozen=True)
+class RouterConfig:
+    """How tokens choose experts, and what keeps the choice balanced."""
+
+    score: str = "softmax"
+    """"softmax" (over all experts) or "sigmoid" (each expert alone; DeepSeek-V3)."""
+    renormalize: bool = True
+    """Make the K weights of a token sum to 1 (before `scale`)."""
+    scale: float = 1.0
+    """Factor on the weights (DeepSeek-V3: 2.5)."""
+    aux_loss: str = "batch"
+    """Load-balancing loss: "batch" (over each global microbatch), "sequence" (each packed document
+    counts as one) or "none". Perfect balance has the value `aux_coeff`."""
+    aux_coeff: float = 0.01
+    """Weight of the load-balancing loss in the training loss."""
+    z_coeff: float = 0.0
+    """Weight of the router z-loss, mean(logsumexp(logits)^2) (ST-MoE)."""
+    bias_rate: float = 0.0
+    """Step of the aux-loss-free expert bias (Wang et al., 2024), moved once an optimizer step
+    against the sign of each expert's excess load; 0: no bias."""
+
+    def __post_init__(self):
+        if self.score not in SCORES:
+            raise ValueError(f"router.score={self.score!r}: choose from {', '.join(SCORES)}")
+        if self.aux_loss not in AUX_LOSSES:
+            raise ValueError(
+                f"router.aux_loss={self.aux_loss!r}: choose from {', '.join(AUX_LOSSES)}"
+            )
+        if min(self.aux_coeff, self.z_coeff, self.bias_rate) < 0:
+            raise ValueError("router.aux_coeff, z_coeff and bias_rate must not be negative")
+
+
+class Routing(NamedTuple):
+    """A token's choice, and what the balance losses need of it."""
+
+    experts_tK: Int[Array, "t K"]
+    """Chosen experts; E (no expert) for every slot of a padding token."""
+    weights_tK: Float[Array, "t K"]
+    """Combine weights, in the router dtype; 0 for padding."""
+    logits_tE: Float[Array, "t E"]
+    probs_tE: Float[Array, "t E"]
+    """Scores normalised over all experts: what "P" is in the load-balancing loss."""
+
+
+def log_scores(logits_tE: Float[Array, "t E"], score: str) -> Float[Array, "t E"]:
+    """Returns the logarithm of the (unnormalised, for sigmoid) scores."""
+    if score == "softmax":
+        return jax.nn.log_softmax(logits_tE, axis=-1)
+    return jax.nn.log_sigmoid(logits_tE)
+
+
+@jax.named_scope("route")
+def route(
+    logits_tE: Float[Array, "t E"],
+    bias_E: Float[Array, " E"] | None,
+    valid_t: Bool[Array, " t"],
+    cfg: RouterConfig,
+    top_k: int,
+) -> Routing:
+    """Returns the Routing of each token. Padding (not valid) reaches no expert and no loss."""
+    log_tE = log_scores(logits_tE, cfg.score)
+    choice_tE = jax.lax.stop_gradient(log_tE if bias_E is None else jnp.exp(log_tE) + bias_E[None])
+    _, experts_tK = jax.lax.top_k(choice_tE, top_k)
+    chosen_tK = jnp.take_along_axis(log_tE, experts_tK, axis=-1)
+    weights_tK = jax.nn.softmax(chosen_tK, axis=-1) if cfg.renormalize else jnp.exp(chosen_tK)
+    num_experts = logits_tE.shape[-1]
+    return Routing(
+        jnp.where(valid_t[:, None], experts_tK, num_experts).astype(jnp.int32),
+        jnp.where(valid_t[:, None], weights_tK * cfg.scale, 0.0),
+        logits_tE,
+        jax.nn.softmax(log_tE, axis=-1),
+    )

@@ -1,0 +1,222 @@
+"""The decoder: embed -> layers (attend, then MLP or MoE) -> norm -> unembed.
+
+One class, any fold: built with global shapes, it runs on local shards inside `shard_map` and,
+with no mesh, alone:
+
+    model = Transformer(ModelConfig(), rngs=nnx.Rngs(0))
+    logits_BLV = model(tokens_BL)
+"""
+
+import dataclasses
+from math import sqrt
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from moejax.core import collectives, params
+from moejax.core.mesh import Fold
+from moejax.core.precision import PrecisionConfig, at_least_float32
+from moejax.core.sharding import gathered, is_dims, to_compute
+from moejax.model.attention.gqa import Attention, AttentionConfig
+from moejax.model.mlp import MLP
+from moejax.model.moe import MoE, MoEConfig
+from moejax.model.norm import RMSNorm
+from moejax.model.rope import rope_table
+from moejax.model.stack import REMAT, scan_layers
+from moejax.model.stream import Counts, Stream, count_batch, make_stream
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Shape of the decoder."""
+
+    vocab_size: int = 4096
+    """Tokens V that the embedding knows."""
+    dim: int = 256
+    """Width D of the residual stream."""
+    num_layers: int = 4
+    """Layers in all."""
+    first_k_dense: int = 0
+    """Layers at the start with a dense MLP instead of experts."""
+    pattern: str = "M"
+    """Kinds of the layers after those, repeated: "M" a MoE layer, "D" a dense one."""
+    ffn_dim: int = 1024
+    """Width of a dense MLP."""
+    attention: AttentionConfig = AttentionConfig()
+    """Every layer's attention."""
+    moe: MoEConfig = MoEConfig()
+    """Every MoE layer."""
+    norm_eps: float = 1e-6
+    """Added to the mean square in RMSNorm."""
+    tied: bool = False
+    """The head is the embedding, transposed."""
+    init_std: float = 0.02
+    """Standard deviation of initial weights; projections back into the residual stream get
+    init_std / sqrt(2 num_layers) (GPT-2)."""
+    remat: str = "none"
+    """What the backward pass computes again: "none", or "full" (whole layers)."""
+
+    def __post_init__(self):
+        if self.remat not in REMAT:
+            raise ValueError(f"model.remat={self.remat!r}: choose from {', '.join(REMAT)}")
+        if not self.pattern or set(self.pattern) - set("MD"):
+            raise ValueError(f"model.pattern={self.pattern!r}: letters M (MoE) and D (dense) only")
+        rest = self.num_layers - self.first_k_dense
+        if rest < 0 or rest % len(self.pattern):
+            raise ValueError(
+                f"model.num_layers={self.num_layers} less first_k_dense={self.first_k_dense} "
+                f"is not a multiple of the pattern {self.pattern!r}"
+            )
+
+    def stacks(self) -> tuple[tuple[str, int], ...]:
+        """Returns (kinds of one unit, how many) of each run of equal layers."""
+        dense, rest = self.first_k_dense, self.num_layers - self.first_k_dense
+        runs = (("D", dense), (self.pattern, rest // len(self.pattern)))
+        return tuple((kinds, count) for kinds, count in runs if count)
+
+    def kinds(self) -> str:
+        """Returns the kind of every layer, e.g. "DMMM"."""
+        return "".join(kinds * count for kinds, count in self.stacks())
+
+
+class Block(nnx.Module):
+    """x + attention(norm(x)), then x + MLP or MoE(norm(x))."""
+
+    def __init__(self, cfg: ModelConfig, kind: str, fold: Fold, precision, rngs: nnx.Rngs):
+        std, out_std = cfg.init_std, cfg.init_std / sqrt(2 * cfg.num_layers)
+        kinds = dict(std=std, out_std=out_std, fold=fold, precision=precision, rngs=rngs)
+        self.attention_norm = RMSNorm(cfg.dim, cfg.norm_eps, precision)
+        self.attention = Attention(cfg.attention, cfg.dim, eps=cfg.norm_eps, **kinds)
+        self.mlp_norm = RMSNorm(cfg.dim, cfg.norm_eps, precision)
+        if kind == "M":
+            self.moe = MoE(cfg.moe, cfg.dim, **kinds)
+        else:
+            self.mlp = MLP(cfg.dim, cfg.ffn_dim, **kinds)
+        self.kind = kind
+
+    def __call__(self, x_tD: Float[Array, "t D"], stream: Stream) -> tuple[Array, dict]:
+        """Returns (x_tD, the MoE's aux; {} for a dense block)."""
+        x_tD = x_tD + self.attention(self.attention_norm(x_tD), stream)
+        normed_tD = self.mlp_norm(x_tD)
+        if self.kind == "D":
+            return x_tD + self.mlp(normed_tD), {}
+        y_tD, aux = self.moe(normed_tD, stream)
+        return x_tD + y_tD, aux
+
+
+class Unit(nnx.Module):
+    """The layers that one step of the scan runs."""
+
+    def __init__(self, cfg: ModelConfig, kinds: str, fold: Fold, precision, rngs: nnx.Rngs):
+        self.num_blocks = len(kinds)
+        for i, kind in enumerate(kinds):
+            setattr(self, f"block_{i}", Block(cfg, kind, fold, precision, rngs))
+
+    def __call__(self, x_tD, stream: Stream):
+        """Returns (x_tD, {block name: aux} of the MoE blocks)."""
+        auxes = {}
+        for i in range(self.num_blocks):
+            x_tD, aux = getattr(self, f"block_{i}")(x_tD, stream)
+            auxes |= {f"block_{i}": aux} if aux else {}
+        return x_tD, auxes
+
+
+class Transformer(nnx.Module):
+    """A decoder-only language model."""
+
+    def __init__(
+        self,
+        cfg: ModelConfig,
+        *,
+        fold: Fold = Fold(),  # noqa: B008 - frozen
+        precision: PrecisionConfig = PrecisionConfig(),  # noqa: B008 - frozen
+        zero: int = 0,
+        rngs: nnx.Rngs,
+    ):
+        self.cfg, self.fold, self.precision, self.zero = cfg, fold, precision, zero
+        shape = (cfg.vocab_size, cfg.dim)
+        if cfg.vocab_size % fold.degree("tp"):
+            raise ValueError(
+                f"model.vocab_size={cfg.vocab_size} does not divide over tp={fold.degree('tp')}: "
+                f"pad the vocabulary"
+            )
+        self.embedding = params.normal(rngs, shape, ("vocab", "embed"), cfg.init_std, precision)
+        for i, (kinds, count) in enumerate(cfg.stacks()):
+            make = lambda rngs, kinds=kinds: Unit(cfg, kinds, fold, precision, rngs)  # noqa: E731
+            setattr(self, f"stack_{i}", params.stack(make, count, rngs))
+        self.final_norm = RMSNorm(cfg.dim, cfg.norm_eps, precision)
+        if not cfg.tied:
+            self.head = params.normal(
+                rngs, shape[::-1], ("embed", "vocab"), cfg.init_std, precision
+            )
+
+    def _weight(self, variable: nnx.Param) -> Array:
+        """A weight outside the layers, gathered (ZeRO-3) and in the compute dtype."""
+        zero = self.zero if self.zero == 3 else 0
+        w = variable[...].astype(self.precision.dtype("compute"))
+        return gathered(w, variable.get_metadata()["dims"], self.fold, zero)
+
+    @jax.named_scope("embed")
+    def embed(self, tokens_bL: Int[Array, "b L"]) -> Float[Array, "t D"]:
+        """Returns the embeddings of this device's tokens; each tp rank looks up its vocabulary."""
+        w_vD, tp = self._weight(self.embedding), self.fold["tp"]
+        id_T = tokens_bL.reshape(-1) - collectives.axis_index(tp) * w_vD.shape[0]
+        mine_T = (id_T >= 0) & (id_T < w_vD.shape[0])
+        x_TD = w_vD[jnp.where(mine_T, id_T, 0)]
+        return collectives.psum_scatter(jnp.where(mine_T[:, None], x_TD, 0), tp)
+
+    def head_weight(self) -> Float[Array, "D v"]:
+        """Returns the head of this device's slice of the vocabulary."""
+        return self._weight(self.embedding).T if self.cfg.tied else self._weight(self.head)
+
+    def hidden(
+        self,
+        tokens_bL: Int[Array, "b L"],
+        segment_ids_bL: Int[Array, "b L"],
+        positions_bL: Int[Array, "b L"],
+        counts: Counts,
+    ) -> tuple[Float[Array, "t D"], dict]:
+        """Returns (normed hidden states, {stack: {block: aux}} with a leading layer dim)."""
+        cfg, dtype = self.cfg, self.precision.dtype("accum")
+        head_dim, theta = cfg.attention.head_dim, cfg.attention.rope_theta
+        rope = rope_table(positions_bL, head_dim, theta, dtype)
+        stream = make_stream(segment_ids_bL, rope, counts, self.fold)
+        x_tD = collectives.vary(self.embed(tokens_bL), self.fold.all)
+        auxes = {}
+        for i in range(len(cfg.stacks())):
+            x_tD, auxes[f"stack_{i}"] = self._stack(getattr(self, f"stack_{i}"), x_tD, stream)
+        return self.final_norm(x_tD), auxes
+
+    def _stack(self, unit: nnx.Module, x_tD, stream: Stream):
+        definition, weights, buffers = params.partition(unit)
+        dims = jax.tree.map(lambda d: d[1:], params.dims_of(unit)[0], is_leaf=is_dims)
+        zero = self.zero if self.zero == 3 else 0
+
+        def weights_of(stored):
+            return to_compute(stored, dims, self.fold, zero, self.precision)
+
+        def layer(w, b, x, stream):
+            return params.assemble(definition, w, b)(x, stream)
+
+        return scan_layers(layer, weights_of, weights, buffers, x_tD, stream, remat=self.cfg.remat)
+
+    def __call__(
+        self,
+        tokens_BL: Int[Array, "B L"],
+        segment_ids_BL: Int[Array, "B L"] | None = None,
+        positions_BL: Int[Array, "B L"] | None = None,
+    ) -> Float[Array, "B L V"]:
+        """Returns logits (float32 or wider), for use with no mesh or with all weights gathered."""
+        batch, length = tokens_BL.shape
+        if segment_ids_BL is None:
+            segment_ids_BL = jnp.ones_like(tokens_BL)
+        if positions_BL is None:
+            positions_BL = jnp.tile(jnp.arange(length, dtype=jnp.int32)[None], (batch, 1))
+        targets, tokens, documents = count_batch(segment_ids_BL, tokens_BL, self.fold)
+        counts = Counts(targets, tokens, documents, tokens, jnp.ones((), tokens.dtype))
+        x_TD, _ = self.hidden(tokens_BL, segment_ids_BL, positions_BL, counts)
+        wide = at_least_float32(x_TD.dtype)
+        logits_TV = jnp.matmul(x_TD, self.head_weight(), preferred_element_type=wide)
+        return logits_TV.reshape(batch, length, -1)

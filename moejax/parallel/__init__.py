@@ -1,0 +1,1 @@
+"""How layers are spread over pipeline stages, and what is recomputed."""

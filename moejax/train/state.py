@@ -1,0 +1,128 @@
+"""The state of a training run, how it is made, and how it rests on the mesh."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Int
+
+from moejax.core import params as parameters
+from moejax.core import sharding
+from moejax.core.mesh import Fold
+from moejax.core.params import Tree
+from moejax.core.precision import PrecisionConfig
+from moejax.model.transformer import ModelConfig, Transformer
+from moejax.train.optimizer import map_like_params
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """Everything that a step changes, and all that a checkpoint holds."""
+
+    step: Int[Array, ""]
+    """Batches seen, skipped ones too."""
+    params: Tree
+    buffers: Tree
+    opt_state: Any
+    num_skipped: Int[Array, ""]
+    """Steps whose loss or gradients were not finite, and changed nothing."""
+    key: Array
+    """The run's random key (typed)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The model without its arrays, and where each array rests: made once, before any compile."""
+
+    definition: nnx.GraphDef
+    dims: Tree
+    """Logical dims of each parameter."""
+    abstract: TrainState
+    """Shapes and dtypes."""
+    specs: TrainState
+    """PartitionSpecs of the resting state (STORE)."""
+    fold: Fold
+    zero: int
+    mesh: Mesh
+
+    @property
+    def shardings(self) -> TrainState:
+        """NamedShardings of the resting state."""
+        return sharding.shardings(self.specs, self.mesh)
+
+    def shard_axes(self) -> Tree:
+        """Returns, for each parameter, the mesh axes over which it is split at rest."""
+        table = sharding.store_table(self.zero)
+
+        def axes(dims):
+            return sum(sharding.axes_of(dims, table, self.fold), ())
+
+        return jax.tree.map(axes, self.dims, is_leaf=sharding.is_dims)
+
+
+def _build(cfg: ModelConfig, fold: Fold, zero: int, precision: PrecisionConfig, seed):
+    rngs = nnx.Rngs(params=seed)
+    return Transformer(cfg, fold=fold, precision=precision, zero=zero, rngs=rngs)
+
+
+def plan_state(
+    cfg: ModelConfig,
+    optimizer: optax.GradientTransformation,
+    fold: Fold,
+    mesh: Mesh,
+    zero: int,
+    precision: PrecisionConfig,
+) -> Layout:
+    """Returns the Layout of a model on a mesh; no array is made.
+
+    Raises ValueError when a dim does not divide over its degree.
+    """
+    model = nnx.eval_shape(lambda: _build(cfg, fold, zero, precision, 0))
+    definition, params, buffers = parameters.partition(model)
+    dims, buffer_dims = parameters.dims_of(model)
+    table = sharding.store_table(zero)
+    sharding.check_divides(params, dims, table, fold)
+    abstract = TrainState(
+        step=jax.ShapeDtypeStruct((), jnp.int32),
+        params=params,
+        buffers=buffers,
+        opt_state=jax.eval_shape(optimizer.init, params),
+        num_skipped=jax.ShapeDtypeStruct((), jnp.int32),
+        key=jax.eval_shape(lambda: jax.random.key(0)),
+    )
+    param_specs = sharding.specs(dims, table, fold)
+    specs = TrainState(
+        step=P(),
+        params=param_specs,
+        buffers=jax.tree.map(lambda _: P(), buffer_dims, is_leaf=sharding.is_dims),
+        opt_state=map_like_params(abstract.opt_state, param_specs, P()),
+        num_skipped=P(),
+        key=P(),
+    )
+    return Layout(definition, dims, abstract, specs, fold, zero, mesh)
+
+
+def init_state(
+    cfg: ModelConfig,
+    optimizer: optax.GradientTransformation,
+    layout: Layout,
+    precision: PrecisionConfig,
+    seed: int,
+) -> TrainState:
+    """Returns the state at step 0, made where it rests. The values depend on the seed alone."""
+
+    def make(seed):
+        model = _build(cfg, layout.fold, layout.zero, precision, seed)
+        _, params, buffers = parameters.partition(model)
+        zero = jnp.zeros((), jnp.int32)
+        return TrainState(
+            zero, params, buffers, optimizer.init(params), zero, jax.random.key(seed)
+        )
+
+    return jax.jit(make, static_argnums=0, out_shardings=layout.shardings)(seed)

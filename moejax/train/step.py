@@ -1,0 +1,235 @@
+"""One training step: a pure function, one `jit` over one fully manual `shard_map`.
+
+Inside, code is written as one device sees it, and `check_vma=True` proves which values are the
+same on which devices. The step
+
+1. takes the resting parameters to what the layers use once a step (`use`): typed as varying over
+   every axis, and for ZeRO-1 gathered. The transpose of `use` is the one reduction of the
+   gradients, to where the parameters rest: psum over the axes that replicate a parameter,
+   reduce-scatter over those that shard it (dense: dp, experts: edp).
+2. scans over microbatches, adding up gradients in the accumulation dtype.
+3. updates parameters, moments and router bias, or, when loss or gradients are not finite, nothing.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array
+
+from moejax.core import collectives, params
+from moejax.core.precision import PrecisionConfig
+from moejax.core.sharding import gathered
+from moejax.model import balance
+from moejax.model.stream import Counts, count_batch
+from moejax.model.transformer import ModelConfig
+from moejax.train.loss import micro_loss, nll_sum
+from moejax.train.optimizer import (
+    OptimizerConfig,
+    apply_update,
+    clip_scale,
+    global_norm,
+    make_schedule,
+    num_updates,
+)
+from moejax.train.state import Layout, TrainState
+
+Batch = dict[str, Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """The length of a run and the shape of a step."""
+
+    steps: int = 1000
+    """Optimizer steps."""
+    batch_size: int = 32
+    """Rows of the global batch."""
+    sequence_length: int = 256
+    """Tokens of a row, L."""
+    microbatches: int = 1
+    """Pieces of the global batch whose gradients are added up one after the other."""
+    eval_every: int = 100
+    """Steps between evaluations (one more at the end); 0: only at the end."""
+    eval_batches: int = 16
+    """Batches of each evaluation set; 0: all of it."""
+    sample_tokens: int = 200
+    """Tokens of the text sample at the end; 0: none."""
+
+    def __post_init__(self):
+        for name in ("steps", "batch_size", "sequence_length", "microbatches"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"train.{name}={getattr(self, name)} must be at least 1")
+
+    def check(self, layout_dp: int, tp: int) -> None:
+        """Raises ValueError when a batch does not divide over microbatches and devices."""
+        pieces = self.microbatches * layout_dp
+        if self.batch_size % pieces:
+            raise ValueError(
+                f"train.batch_size={self.batch_size} does not divide into microbatches="
+                f"{self.microbatches} x dp={layout_dp}: choose a multiple of {pieces}"
+            )
+        tokens = self.batch_size // pieces * self.sequence_length
+        if tokens % tp:
+            raise ValueError(f"{tokens} tokens a microbatch and device do not divide over tp={tp}")
+
+
+def batch_spec(layout: Layout) -> P:
+    """Returns how batch arrays [microbatches, rows, L] lie on the mesh."""
+    return P(None, layout.fold["dp"] or None, None)
+
+
+def by_layer(auxes: dict, name: str) -> Array:
+    """Returns one aux of every MoE layer, stacked in the order of the layers: [layers, ...]."""
+    stacks = []
+    for stack in auxes.values():
+        if stack:
+            per_block = jnp.stack([aux[name] for aux in stack.values()], axis=1)
+            stacks.append(per_block.reshape(-1, *per_block.shape[2:]))
+    return jnp.concatenate(stacks)
+
+
+def _use(layout: Layout, stored):
+    """What the layers read of the stored parameters, as this device's own: see the header."""
+    zero = layout.zero if layout.zero == 1 else 0
+    own = collectives.vary(stored, layout.fold.all)
+    return jax.tree.map(lambda w, dims: gathered(w, dims, layout.fold, zero), own, layout.dims)
+
+
+def _sum_micro_grads(layout: Layout, weights, buffers, batch: Batch, precision: PrecisionConfig):
+    """Returns (gradients, loss, aux) of the whole step: sums over the microbatches."""
+    fold, accum = layout.fold, precision.dtype("accum")
+    counted = count_batch(batch["segment_ids"], batch["targets"], fold)
+    num_micro = jnp.asarray(batch["tokens"].shape[0], jnp.float32)
+
+    def loss(weights, micro):
+        tokens = count_batch(micro["segment_ids"], micro["targets"], fold)[1]
+        counts = Counts(*counted, tokens, num_micro)
+        model = params.assemble(layout.definition, weights, buffers)
+        return micro_loss(model, micro, counts)
+
+    def add(grads, micro):
+        (_, aux), new = jax.value_and_grad(loss, has_aux=True)(weights, micro)
+        return jax.tree.map(lambda g, n: g + n.astype(accum), grads, new), aux
+
+    zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, accum), weights)
+    grads, (nll_m, auxes_m) = jax.lax.scan(add, collectives.vary(zeros, fold.all), batch)
+    return grads, nll_m.sum(), jax.tree.map(lambda a: a.sum(axis=0), auxes_m)
+
+
+def _update_buffers(buffers, load_by_stack, rate: float, finite: Array):
+    """Moves every router bias against its expert's excess load of the whole step."""
+
+    def move(path, bias):
+        stack, block = path[0].key, path[1].key
+        moved = balance.update_bias(bias, load_by_stack[stack][block]["load_E"], rate)
+        return jnp.where(finite, moved, bias)
+
+    return jax.tree_util.tree_map_with_path(move, buffers) if rate else buffers
+
+
+def _moe_metrics(auxes: dict, buffers) -> dict:
+    """Per-layer metrics, [layers] or [layers, E], from aux already summed over devices."""
+    load_LE = by_layer(auxes, "load_E")
+    biases = {
+        stack: {block: {"bias": node["moe"]["bias"]} for block, node in blocks.items()}
+        for stack, blocks in buffers.items()
+    }
+    bias_LE = by_layer(biases, "bias")
+    share_LE = load_LE / jnp.maximum(load_LE.sum(axis=1, keepdims=True), 1.0)
+    return {
+        "load": share_LE,
+        "imbalance": share_LE.max(axis=1) * load_LE.shape[1],
+        "aux_loss": by_layer(auxes, "aux_loss"),
+        "z_loss": by_layer(auxes, "z_loss"),
+        "dropped": by_layer(auxes, "dropped"),
+        "bias_min": bias_LE.min(axis=1),
+        "bias_max": bias_LE.max(axis=1),
+    }
+
+
+def make_train_step(
+    model_cfg: ModelConfig,
+    opt_cfg: OptimizerConfig,
+    optimizer: optax.GradientTransformation,
+    layout: Layout,
+    precision: PrecisionConfig,
+    total_steps: int,
+    *,
+    with_grads: bool = False,
+) -> Callable[[TrainState, Batch], tuple[TrainState, dict]]:
+    """Returns the jitted step: (state, batch of [microbatches, rows, L] arrays) -> (state, metrics).
+
+    The state is donated. Metrics stay on the device: "loss" (nats a token), "grad_norm", "lr",
+    "num_tokens", "skipped", and "moe" by layer. `with_grads` adds "grads", where they rest, for
+    tests.
+    """
+    schedule, fold = make_schedule(opt_cfg, total_steps), layout.fold
+    axes, rate = layout.shard_axes(), model_cfg.moe.router.bias_rate
+
+    def step(state: TrainState, batch: Batch):
+        weights, to_rest = jax.vjp(lambda p: _use(layout, p), state.params)
+        grads, loss, auxes = _sum_micro_grads(layout, weights, state.buffers, batch, precision)
+        grads = jax.tree.map(lambda g, w: g.astype(w.dtype), grads, weights)
+        (grads,) = to_rest(grads)
+        norm = global_norm(grads, axes, collectives.psum)
+        finite = jnp.isfinite(norm) & jnp.isfinite(loss)
+        lr = schedule(num_updates(state.opt_state))
+        new_params, opt_state, skipped = apply_update(
+            optimizer, grads, state.opt_state, state.params, state.num_skipped,
+            scale=clip_scale(norm, opt_cfg.clip_norm), finite=finite,
+        )  # fmt: skip
+        auxes = collectives.psum(auxes, fold.tokens)
+        buffers = _update_buffers(state.buffers, auxes, rate, finite)
+        state = TrainState(state.step + 1, new_params, buffers, opt_state, skipped, state.key)
+        metrics = {"loss": loss, "grad_norm": norm, "lr": lr, "skipped": skipped}
+        metrics["num_tokens"] = count_batch(batch["segment_ids"], batch["targets"], fold)[0]
+        if any(auxes.values()):
+            metrics["moe"] = _moe_metrics(auxes, buffers)
+        return state, metrics | ({"grads": grads} if with_grads else {})
+
+    metric_specs = {name: P() for name in ("loss", "grad_norm", "lr", "skipped", "num_tokens")}
+    if "M" in model_cfg.kinds():
+        metric_specs["moe"] = P()
+    if with_grads:
+        metric_specs["grads"] = layout.specs.params
+    sharded = jax.shard_map(
+        step,
+        mesh=layout.mesh,
+        in_specs=(layout.specs, batch_spec(layout)),
+        out_specs=(layout.specs, metric_specs),
+        check_vma=True,
+    )
+    return jax.jit(sharded, donate_argnums=0)
+
+
+def make_eval_step(layout: Layout) -> Callable[[TrainState, Batch], tuple[Array, Array]]:
+    """Returns the jitted evaluation: (state, batch) -> (summed NLL in nats, number of targets)."""
+
+    def evaluate(state: TrainState, batch: Batch):
+        fold = layout.fold
+        model = params.assemble(layout.definition, _use(layout, state.params), state.buffers)
+
+        def add(total, micro):
+            counted = count_batch(micro["segment_ids"], micro["targets"], fold)
+            counts = Counts(*counted, counted[1], jnp.ones((), jnp.float32))
+            x_tD, _ = model.hidden(
+                micro["tokens"], micro["segment_ids"], micro["positions"], counts
+            )
+            nll = collectives.psum(nll_sum(model, x_tD, micro["targets"], fold), fold.batch)
+            return total + nll.astype(total.dtype), counted[0]
+
+        total, targets_m = jax.lax.scan(add, jnp.zeros((), jnp.float32), batch)
+        return total, targets_m.sum()
+
+    sharded = jax.shard_map(
+        evaluate,
+        mesh=layout.mesh,
+        in_specs=(layout.specs, batch_spec(layout)),
+        out_specs=P(),
+        check_vma=True,
+    )
+    return jax.jit(sharded)

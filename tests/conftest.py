@@ -1,0 +1,60 @@
+"""Switches for every test, set before JAX starts a backend.
+
+Sixteen CPU devices, rank promotion raises, dtype promotion is strict (warnings are errors:
+pyproject.toml). Compiled programs are kept in `.cache/jax`, so a second run skips most of XLA's
+work. The closing summary names what was skipped or left out: silence never reads as "passed".
+
+`JAX_PLATFORMS`, where it is set, is obeyed: a machine with a GPU can run its own tests.
+"""
+
+from collections import Counter
+from pathlib import Path
+
+import hypothesis
+import jax
+import pytest
+
+NUM_DEVICES = 16
+# How to run what `make test` leaves out, by marker.
+HOW_TO_RUN = {"deviceless": "make test-deviceless"}
+
+jax.config.update("jax_platforms", jax.config.jax_platforms or "cpu")
+jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parent.parent / ".cache" / "jax"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+jax.config.update("jax_compilation_cache_max_size", 2 * 1024**3)  # bytes; the oldest go first
+
+# The same examples in every run, and no time limit on one: the first call of each compiles.
+hypothesis.settings.register_profile("house", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("house")
+
+_deselected: list[pytest.Item] = []
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    """Remembers what -m or -k left out."""
+    _deselected.extend(items)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Names every group and every test that did not run."""
+    by_group = Counter(_group(item) for item in _deselected)
+    if not by_group and not terminalreporter.stats.get("skipped"):
+        return
+    terminalreporter.section("not run here")
+    for group, count in sorted(by_group.items()):
+        how = f" ({HOW_TO_RUN[group]})" if group in HOW_TO_RUN else ""
+        terminalreporter.write_line(f"not run here: {group}: {count} test(s){how}")
+    for item in _deselected:
+        if _group(item) in HOW_TO_RUN:
+            terminalreporter.write_line(f"  {item.nodeid}")
+    for report in terminalreporter.stats.get("skipped", []):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+        terminalreporter.write_line(f"skipped: {report.nodeid}: {reason}")
+
+
+def _group(item: pytest.Item) -> str:
+    """Returns the marker that `make test` leaves out, or the reason that is left."""
+    return next((name for name in HOW_TO_RUN if item.get_closest_marker(name)), "others (-m, -k)")
