@@ -11,7 +11,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import jax  # noqa: E402
 
 from moejax import config as configuration  # noqa: E402
-from moejax.train import loop  # noqa: E402
+from moejax.core import host  # noqa: E402
+from moejax.train import loop, setup  # noqa: E402
 
 USAGE = f"""{__doc__}
   --help [--config=FILE.py[:RECIPE]]   this text, and every leaf with its value
@@ -32,19 +33,16 @@ def main(arguments: list[str]) -> int:
         return 0
     try:
         config = configuration.parse(arguments)
-        simulate_devices(config.parallel.num_devices())
-        loop.train(config)
+        # Where the devices are CPUs, there are as many as the fold asks for: all simulated.
+        jax.config.update("jax_num_cpu_devices", max(config.parallel.num_devices(), 1))
+        if jax.default_backend() == "cpu":
+            host.keep_freed_memory()
+        run = setup.prepare(config)
     except (ValueError, FileNotFoundError) as error:
-        if not getattr(error, "__notes__", None):
-            print(f"error: {error}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
+    loop.train(run)
     return 0
-
-
-def simulate_devices(wanted: int) -> None:
-    """Gives a CPU-only machine as many devices as the fold asks for."""
-    if wanted > 1 and "cuda" not in jax.lib.xla_bridge.backends():
-        jax.config.update("jax_num_cpu_devices", wanted)
 
 
 if __name__ == "__main__":

@@ -176,9 +176,12 @@ def parse(arguments: Sequence[str]) -> Config:
         if not equals:
             raise ValueError(f"{name} needs a value: {name}={known[name]!r}")
     values = flags.FlagValues()
-    holder = config_flags.DEFINE_config_dict("config", mirror(recipe), flag_values=values)
+    tree, argv = mirror(recipe), ["", *rest]
+    holder = config_flags.DEFINE_config_dict(
+        "config", tree, flag_values=values, sys_argv=argv
+    )
     try:
-        values(["", *rest])
+        values(argv)
     except flags.Error as error:
         raise ValueError(str(error).splitlines()[0]) from None
     return rebuild(Config, holder.value)

@@ -11,8 +11,7 @@ from jaxtyping import Array, Float, Int
 from moejax.core import params
 from moejax.core.mesh import Fold
 from moejax.core.precision import PrecisionConfig
-from moejax.model.mlp import swiglu
-from pallas_kernels import grouped_gemm
+from pallas_kernels import grouped_gemm, swiglu
 
 
 class Experts(nnx.Module):
@@ -59,6 +58,5 @@ class Experts(nnx.Module):
         """
         w_in = self.w_in[...]
         w_in = params.merge_glu(w_in) if w_in.ndim == 4 else w_in
-        h_sf = swiglu(grouped_gemm(x_sD, w_in, sizes_e))
-        h_sf = (h_sf * weights_s.astype(h_sf.dtype)[:, None]).astype(x_sD.dtype)
+        h_sf = swiglu(grouped_gemm(x_sD, w_in, sizes_e), weights_s)
         return grouped_gemm(h_sf, self.w_out[...], sizes_e)

@@ -1,19 +1,13 @@
 """The gated MLP (SwiGLU; Shazeer, 2020), split over tp: w_out(silu(x w_gate) * (x w_up))."""
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
 from moejax.core import collectives, params
 from moejax.core.mesh import Fold
-from moejax.core.precision import PrecisionConfig, at_least_float32
-
-
-def swiglu(h: Float[Array, "... two_f"]) -> Float[Array, "... f"]:
-    """Returns silu(gate) * up of [gate, up] halves; the product is taken in float32 or wider."""
-    gate, up = jnp.split(h.astype(at_least_float32(h.dtype)), 2, axis=-1)
-    return jax.nn.silu(gate) * up
+from moejax.core.precision import PrecisionConfig
+from pallas_kernels import swiglu
 
 
 class MLP(nnx.Module):
@@ -41,5 +35,5 @@ class MLP(nnx.Module):
         w_in = self.w_in[...]
         h_Tf = swiglu(x_TD @ (params.merge_glu(w_in) if w_in.ndim == 3 else w_in))
         return collectives.psum_scatter(
-            h_Tf.astype(x_tD.dtype) @ self.w_out[...], self.fold["tp"]
+            h_Tf @ self.w_out[...], self.fold["tp"]
         )

@@ -113,9 +113,12 @@ class Checkpointer:
         path = self.directory / str(steps[-1] if step is None else step)
         target = _flatten(abstract_state)
         _check_same(path, target, _saved_leaves(path), exact=True)
-        with _reader() as reader:
-            extra = reader.restore(path, ocp.args.Composite(extra=ocp.args.JsonRestore())).extra
-        return _unflatten(abstract_state, _restore_leaves(path, target)), extra
+        return _unflatten(abstract_state, _restore_leaves(path, target)), _read_extra(path)
+
+    def latest_extra(self) -> dict:
+        """The JSON part of the latest complete checkpoint; {} if there is none."""
+        step = self.latest_step()
+        return {} if step is None else _read_extra(self.directory / str(step))
 
     def latest_step(self) -> int | None:
         """The newest complete checkpoint's step; None if there is none."""
@@ -169,6 +172,12 @@ def _reader() -> ocp.Checkpointer:
     """A reader that, unlike the manager, touches nothing else in the folder."""
     _silence_orbax()
     return ocp.Checkpointer(ocp.CompositeCheckpointHandler(handler_registry=_handlers()))
+
+
+def _read_extra(checkpoint: Path) -> dict:
+    with _reader() as reader:
+        args = ocp.args.Composite(extra=ocp.args.JsonRestore())
+        return reader.restore(checkpoint, args).extra
 
 
 def _find_checkpoint(path: Path) -> Path:

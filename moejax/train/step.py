@@ -3,8 +3,8 @@
 Inside, code is written as one device sees it, and `check_vma=True` proves which values are the
 same on which devices. The step
 
-1. takes the resting parameters to what the layers use once a step (`use`): typed as varying over
-   every axis, and for ZeRO-1 gathered. The transpose of `use` is the one reduction of the
+1. takes the resting parameters to what the layers use once a step (`stored_to_used`): typed as varying over
+   every axis, and for ZeRO-1 gathered. The transpose of that is the one reduction of the
    gradients, to where the parameters rest: psum over the axes that replicate a parameter,
    reduce-scatter over those that shard it (dense: dp, experts: edp).
 2. scans over microbatches, adding up gradients in the accumulation dtype.
@@ -92,7 +92,7 @@ def by_layer(auxes: dict, name: str) -> Array:
     return jnp.concatenate(stacks)
 
 
-def _use(layout: Layout, stored):
+def stored_to_used(layout: Layout, stored):
     """What the layers read of the stored parameters, as this device's own: see the header."""
     zero = layout.zero if layout.zero == 1 else 0
     own = collectives.vary(stored, layout.fold.all)
@@ -171,7 +171,7 @@ def make_train_step(
     axes, rate = layout.shard_axes(), model_cfg.moe.router.bias_rate
 
     def step(state: TrainState, batch: Batch):
-        weights, to_rest = jax.vjp(lambda p: _use(layout, p), state.params)
+        weights, to_rest = jax.vjp(lambda p: stored_to_used(layout, p), state.params)
         grads, loss, auxes = _sum_micro_grads(layout, weights, state.buffers, batch, precision)
         grads = jax.tree.map(lambda g, w: g.astype(w.dtype), grads, weights)
         (grads,) = to_rest(grads)
@@ -211,7 +211,7 @@ def make_eval_step(layout: Layout) -> Callable[[TrainState, Batch], tuple[Array,
 
     def evaluate(state: TrainState, batch: Batch):
         fold = layout.fold
-        model = params.assemble(layout.definition, _use(layout, state.params), state.buffers)
+        model = params.assemble(layout.definition, stored_to_used(layout, state.params), state.buffers)
 
         def add(total, micro):
             counted = count_batch(micro["segment_ids"], micro["targets"], fold)

@@ -74,6 +74,18 @@ def test_one_bar_an_expert_while_there_is_room() -> None:
     assert "  0 ▄▄▄▄ 1.00" in line and "  1 █·▄▄ 2.00" in line
 
 
+@pytest.mark.parametrize(("layers", "num_bars"), [(48, 48), (60, 30), (100, 34)])
+def test_one_bar_a_layer_or_few_layers_where_experts_do_not_fit(layers: int, num_bars: int) -> None:
+    target = console(80, terminal=True)
+    display = Display(10, console=target)
+    display.step(record(5, layers=layers, experts=128))
+    line = panel(display, target)[-1]
+    assert "busiest expert 2.00, layer 1 " in line
+    drawn = line.split()[-1]
+    even = num_bars - 1
+    assert drawn == ("▄█" + "▄" * (even - 1) if num_bars == layers else "█" + "▄" * even)
+
+
 def test_bars_show_the_ratio() -> None:
     assert bars([0.0, 0.25, 1.0, 2.0, 9.0, None, float("nan")]) == "·▁▄██··"
 

@@ -1,0 +1,190 @@
+"""The training loop: all side effects of a run, around a pure step.
+
+The host runs one step ahead of the device: it dispatches step n, then waits for step n-1 to be
+*done* (the only wait, while the device is busy with n), and reads the metrics of n-1, which are
+ready by then. No value that is still being computed is ever read inside a step.
+"""
+
+import time
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from moejax.core import params
+from moejax.core.mesh import fold_table
+from moejax.data import ngram
+from moejax.model.flops import flops_per_token, inactive_params
+from moejax.train.display import Display
+from moejax.train.metrics import MetricsWriter, Throughput, peak_rss_bytes
+from moejax.train.profile import TraceAtStep
+from moejax.train.report import write_report
+from moejax.train.sample import make_next_logits, sample
+from moejax.train.setup import Run, device_line, first_batch, load_data, write_json
+from moejax.train.signals import GracefulStop
+from moejax.train.watchdog import Watchdog
+
+PROMPT = "def "
+
+
+def train(run: Run) -> int:
+    """Trains to the end, or until SIGTERM; returns the step it stopped after.
+
+    Writes metrics, checkpoints, and at the end the sample, `facts.json` and the report.
+    """
+    started, config = time.monotonic(), run.config
+    folder, steps = config.run_dir, config.train.steps
+    write_json(folder / "config.json", run.position()["config"])
+    compiled = run.train_step.lower(run.state, first_batch(run)).compile()
+    facts = _facts(run, compiled.memory_analysis())
+    display = Display(steps, config.log, start_step=run.start_step)
+    display.header(facts)
+    resume_step = run.start_step or None
+    with (
+        MetricsWriter(folder, config.log, resume_step=resume_step) as writer,
+        display,
+        Watchdog(folder, config.log.watchdog_s) as watchdog,
+        TraceAtStep(folder, config.log.profile_step, config.log.profile_steps) as trace,
+        GracefulStop() as stop,
+    ):
+        step = _steps(run, compiled, facts, _Reporter(run, writer, display, facts), watchdog, trace, stop)
+        run.checkpointer.save(step, run.state, run.position())
+        run.checkpointer.close()
+        if stop.requested:
+            display.note(f"{stop.reason}: saved step {step}; run again to go on")
+    if step >= steps and not stop.requested:
+        facts |= _closing_facts(run, step)
+    facts |= {"wall_seconds": time.monotonic() - started, "peak_rss_bytes": peak_rss_bytes()}
+    write_json(folder / "facts.json", facts)
+    display.summary(facts, write_report(folder))
+    run.batches.close()
+    return step
+
+
+class _Reporter:
+    """Reads the metrics of a step that has ended, and tells writer and display."""
+
+    def __init__(self, run: Run, writer: MetricsWriter, display: Display, facts: dict[str, Any]):
+        self._writer, self._display = writer, display
+        self._peak = run.matmul_rate
+        self._flops = facts["model_flops_per_token"]
+        self._throughput = Throughput()
+        self._pending: tuple[int, Any] | None = None
+
+    def step(self, number: int, metrics: Any) -> None:
+        """Takes the metrics of the step just dispatched; reports the one before it."""
+        self.flush()
+        self._pending = (number, metrics)
+
+    def flush(self) -> None:
+        """Waits until the pending step is done, and reports it."""
+        if self._pending is None:
+            return
+        number, metrics = self._pending
+        self._pending = None
+        jax.block_until_ready(metrics)
+        record = jax.device_get(metrics)
+        rate = self._throughput.step(int(record["num_tokens"]))
+        record |= {"step": number, "tokens_per_second": rate}
+        record |= {"matmul_share": rate * self._flops / self._peak}
+        moe = record.get("moe")
+        if moe:
+            record |= {name: float(moe[name].mean()) for name in ("imbalance", "aux_loss", "z_loss")}
+            moe["dropped"] = np.rint(moe["dropped"]).astype(int)
+            record["dropped"] = int(moe["dropped"].sum())
+        self._writer.step(record)
+        self._display.step(record)
+
+    def evaluation(self, number: int, losses: dict[str, float]) -> None:
+        """Reports an evaluation, and leaves its time out of the throughput."""
+        for name, loss in losses.items():
+            self._writer.evaluation(number, loss, name)
+            self._display.evaluation(number, loss, name)
+        self._throughput.restart()
+
+    def restart_clock(self) -> None:
+        """Leaves the time since the last step out of the throughput."""
+        self._throughput.restart()
+
+
+def _steps(run: Run, compiled, facts, reporter, watchdog, trace, stop) -> int:
+    """Runs the steps; returns the number of the last one. `run.state` is then that step's."""
+    train, saver, number = run.config.train, run.checkpointer, run.start_step
+    if number == 0:
+        reporter.evaluation(0, evaluate(run))
+    while number < train.steps and not stop.should_stop():
+        batch = next(run.batches)
+        if number == run.start_step:
+            facts["model_flops_per_token"] = flops_per_token(run.config.model, batch["segment_ids"])
+            reporter.restart_clock()
+        number += 1
+        trace.before_step(number)
+        run.state, metrics = compiled(run.state, run.put(batch))
+        reporter.step(number, metrics)
+        trace.after_step(number, metrics)
+        watchdog.beat(number)
+        last = number == train.steps
+        if last or (train.eval_every and number % train.eval_every == 0):
+            reporter.flush()
+            reporter.evaluation(number, evaluate(run))
+            watchdog.beat(number)
+        if saver.should_save(number):
+            reporter.flush()
+            saver.save(number, run.state, run.position())
+            reporter.restart_clock()
+    reporter.flush()
+    return number
+
+
+def evaluate(run: Run) -> dict[str, float]:
+    """Returns the loss (nats per token) of each evaluation set, read once at the end."""
+    losses = {}
+    for name, batches in run.evals.items():
+        sums = [run.eval_step(run.state, run.put(batch)) for batch in batches]
+        total = sum(np.asarray(pair, np.float64) for pair in jax.device_get(sums))
+        losses[name] = float(total[0] / max(total[1], 1.0))
+    return losses
+
+
+def _facts(run: Run, memory: Any) -> dict[str, Any]:
+    """What is known before the first step (the names: see the report)."""
+    cfg, layout = run.config.model, run.layout
+    num_params = params.count(layout.abstract.params)
+    sample_flops = flops_per_token(cfg, np.ones((1, run.config.train.sequence_length), np.int32))
+    used = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+    return {
+        "num_params": num_params,
+        "active_params": num_params - inactive_params(cfg),
+        "device": device_line(layout.mesh),
+        "num_devices": layout.mesh.devices.size,
+        "compute_dtype": run.precision.compute_dtype,
+        "fold_table": fold_table(layout.fold),
+        "step_memory_bytes": used - memory.alias_size_in_bytes,
+        "dense_matmul_flops_per_second": run.matmul_rate,
+        "model_flops_per_token": sample_flops,
+        "tokenizer_vocab": run.tokenizer.vocab_size,
+        "train_tokens": run.batches.num_tokens,
+    }
+
+
+def _closing_facts(run: Run, steps: int) -> dict[str, Any]:
+    """The text sample, and the count model that the run has to beat, fitted on what it saw."""
+    train, fold = run.config.train, run.layout.fold
+    facts: dict[str, Any] = {}
+    if run.evals:
+        _, batches, _ = load_data(run.config)
+        seen = min(steps, max(batches.rows_per_epoch // train.batch_size, 1))
+        with batches:
+            model = ngram.fit(islice(batches, seen), run.tokenizer.vocab_size)
+        facts["trigram_val_loss"] = ngram.loss(model, next(iter(run.evals.values())))
+        facts["trigram_tokens"] = seen * train.batch_size * train.sequence_length
+    if train.sample_tokens:
+        ids = sample(
+            make_next_logits(run.layout), run.state, run.tokenizer.encode(PROMPT),
+            num_tokens=train.sample_tokens, length=min(train.sequence_length, 256),
+            rows=fold.degree("dp"), vocab_size=run.tokenizer.vocab_size,
+        )  # fmt: skip
+        Path(run.config.run_dir / "sample.txt").write_text(run.tokenizer.decode(ids))
+    return facts

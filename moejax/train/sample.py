@@ -1,0 +1,75 @@
+"""A text sample from a model in training, on whatever fold it trains on. No cache: a look, not a
+server."""
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from moejax.core import collectives, params
+from moejax.core.precision import at_least_float32
+from moejax.model.stream import Counts, count_batch
+from moejax.train.state import Layout, TrainState
+from moejax.train.step import stored_to_used
+
+
+def make_next_logits(layout: Layout) -> Callable[[TrainState, jax.Array, jax.Array], jax.Array]:
+    """Returns the jitted (state, tokens [dp, L], length) -> logits [dp, V] after token length-1."""
+
+    def next_logits(state: TrainState, tokens_bL, length):
+        fold = layout.fold
+        weights = stored_to_used(layout, state.params)
+        model = params.assemble(layout.definition, weights, state.buffers)
+        place_L = jnp.arange(tokens_bL.shape[1], dtype=jnp.int32)
+        segment_bL = jnp.broadcast_to((place_L < length).astype(jnp.int32)[None], tokens_bL.shape)
+        segment_bL = collectives.vary(segment_bL, fold["dp"])
+        targets, tokens, documents = count_batch(segment_bL, tokens_bL, fold)
+        counts = Counts(targets, tokens, documents, tokens, jnp.ones((), jnp.float32))
+        places_bL = jnp.broadcast_to(place_L[None], tokens_bL.shape)
+        x_tD, _ = model.hidden(tokens_bL, segment_bL, places_bL, counts)
+        x_TD = collectives.all_gather(x_tD, fold["tp"])
+        x_bLD = x_TD.reshape(*tokens_bL.shape, -1)
+        last_bD = jax.lax.dynamic_index_in_dim(x_bLD, length - 1, axis=1, keepdims=False)
+        wide = at_least_float32(last_bD.dtype)
+        logits_bv = jnp.matmul(last_bD, model.head_weight(), preferred_element_type=wide)
+        return collectives.vary(logits_bv, fold.all)
+
+    rows = P(layout.fold["dp"] or None)
+    sharded = jax.shard_map(
+        next_logits,
+        mesh=layout.mesh,
+        in_specs=(layout.specs, rows, P()),
+        out_specs=P(layout.fold["dp"] or None, layout.fold["tp"] or None),
+        check_vma=True,
+    )
+    return jax.jit(sharded)
+
+
+def sample(
+    next_logits: Callable,
+    state: TrainState,
+    prompt: Sequence[int],
+    *,
+    num_tokens: int,
+    length: int,
+    rows: int,
+    vocab_size: int,
+    seed: int = 0,
+    temperature: float = 0.8,
+) -> list[int]:
+    """Returns the prompt and `num_tokens` sampled tokens, within a window of `length` tokens.
+
+    `rows` is the dp degree: every row holds the same text. Waits for the device at each token.
+    """
+    generator, ids = np.random.default_rng(seed), list(prompt)
+    for _ in range(num_tokens):
+        window = ids[-length:]
+        tokens = np.zeros((rows, length), np.int32)
+        tokens[:, : len(window)] = window
+        logits = next_logits(state, tokens, np.int32(len(window)))
+        scores_V = np.asarray(logits[0], np.float64)[:vocab_size] / temperature
+        chances_V = np.exp(scores_V - scores_V.max())
+        ids.append(int(generator.choice(vocab_size, p=chances_V / chances_V.sum())))
+    return ids

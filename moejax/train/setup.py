@@ -1,0 +1,209 @@
+"""Everything that a run needs, made before its first step: where a user's mistakes come to light.
+
+`prepare` raises ValueError or FileNotFoundError, one line each, before anything is compiled.
+"""
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+
+from moejax.core import params
+from moejax.core.mesh import Fold, ParallelConfig, make_mesh
+from moejax.core.precision import PrecisionConfig
+from moejax.data import (
+    DataConfig,
+    EvalBatches,
+    Tokenizer,
+    TrainBatches,
+    eval_batches,
+    load_tokenizer,
+    train_batches,
+)
+from moejax.model.transformer import ModelConfig, Transformer
+from moejax.train.checkpoint import CheckpointConfig, Checkpointer, load_weights
+from moejax.train.metrics import LogConfig, measure_dense_matmul
+from moejax.train.optimizer import OptimizerConfig, decay_mask, make_optimizer
+from moejax.train.state import Layout, TrainState, init_state, plan_state
+from moejax.train.step import TrainConfig, batch_spec, make_eval_step, make_train_step
+
+Batch = dict[str, Any]
+
+
+class Sections(Protocol):
+    """What the loop reads of a configuration (`moejax.config.Config` is one)."""
+
+    model: ModelConfig
+    parallel: ParallelConfig
+    precision: PrecisionConfig
+    data: DataConfig
+    train: TrainConfig
+    optimizer: OptimizerConfig
+    init: Any
+    checkpoint: CheckpointConfig
+    log: LogConfig
+
+    @property
+    def run_dir(self) -> Path:
+        """The folder of the run."""
+        ...
+
+    def fold_over(self, num_devices: int) -> Fold:
+        """The fold, the batch checked against it."""
+        ...
+
+
+@dataclasses.dataclass
+class Run:
+    """A prepared run."""
+
+    config: Sections
+    precision: PrecisionConfig
+    layout: Layout
+    tokenizer: Tokenizer
+    batches: TrainBatches
+    evals: dict[str, EvalBatches]
+    checkpointer: Checkpointer
+    state: TrainState
+    start_step: int
+    train_step: Callable
+    eval_step: Callable
+    matmul_rate: float
+    """Dense-matmul FLOP/s of the compute dtype, measured on this machine."""
+
+    @property
+    def cache_dir(self) -> Path:
+        """Where tokenizers, token files and compiled programs are kept, shared by runs."""
+        return cache_dir(self.config)
+
+    def put(self, batch: Batch) -> Batch:
+        """Returns host rows [rows, L] as device arrays [microbatches, rows, L]."""
+        micro = self.config.train.microbatches
+        sharding = NamedSharding(self.layout.mesh, batch_spec(self.layout))
+        return {
+            name: jax.device_put(a.reshape(micro, -1, a.shape[-1]), sharding)
+            for name, a in batch.items()
+        }
+
+    def position(self) -> dict:
+        """Returns what a checkpoint holds beside the state."""
+        return {
+            "data": self.batches.state(),
+            "compute_dtype": self.precision.compute_dtype,
+            "config": dataclasses.asdict(self.config),  # type: ignore[bad-argument-type]
+        }
+
+
+def cache_dir(config: Sections) -> Path:
+    """Returns the cache folder beside the run folders."""
+    return config.run_dir.parent / "cache"
+
+
+def resolve_precision(precision: PrecisionConfig, saved: str | None) -> PrecisionConfig:
+    """Returns the precision with compute_dtype "auto" settled: what a resumed run used, else
+    bfloat16 where this machine multiplies it at least 1.3 times as fast as float32."""
+    if precision.compute_dtype != "auto":
+        return precision
+    if saved is None:
+        rates = {
+            name: measure_dense_matmul(jnp.dtype(name), size=1024, seconds=0.3)
+            for name in ("float32", "bfloat16")
+        }
+        saved = "bfloat16" if rates["bfloat16"] > 1.3 * rates["float32"] else "float32"
+    return dataclasses.replace(precision, compute_dtype=saved)
+
+
+def load_data(config: Sections) -> tuple[Tokenizer, TrainBatches, dict[str, EvalBatches]]:
+    """Returns tokenizer, training batches and evaluation sets; tokenises what is not cached."""
+    data, train, folder = config.data, config.train, cache_dir(config)
+    tokenizer = load_tokenizer(data, folder)
+    tokenizer.check_vocab_size(config.model.vocab_size)
+    size, length = train.batch_size, train.sequence_length
+    batches = train_batches(
+        data, tokenizer, batch_size=size, length=length, seed=config.init.seed, cache_dir=folder
+    )
+    evals = {
+        name: eval_batches(
+            data, tokenizer, name,
+            batch_size=size, length=length, cache_dir=folder, max_batches=train.eval_batches,
+        )
+        for name in data.eval_sources
+    }  # fmt: skip
+    return tokenizer, batches, evals
+
+
+def prepare(config: Sections) -> Run:
+    """Returns a run ready for its first, or its next, step."""
+    fold = config.fold_over(len(jax.devices()))
+    mesh = make_mesh(fold)
+    tokenizer, batches, evals = load_data(config)
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    use_compilation_cache(cache_dir(config) / "xla")
+    checkpointer = Checkpointer(config.run_dir, config.checkpoint)
+    saved = checkpointer.latest_extra()
+    precision = resolve_precision(config.precision, saved.get("compute_dtype"))
+    steps, zero = config.train.steps, config.parallel.zero
+    model = nnx.eval_shape(lambda: Transformer(config.model, rngs=nnx.Rngs(0)))
+    mask = decay_mask(params.dims_of(model)[0])
+    optimizer = make_optimizer(config.optimizer, steps, mask)
+    layout = plan_state(config.model, optimizer, fold, mesh, zero, precision)
+    state, start = _first_state(config, optimizer, layout, precision, checkpointer)
+    if saved:
+        batches.restore(saved["data"])
+    step = make_train_step(config.model, config.optimizer, optimizer, layout, precision, steps)
+    rate = measure_dense_matmul(precision.dtype("compute"), seconds=0.5)
+    return Run(
+        config, precision, layout, tokenizer, batches, evals, checkpointer, state, start,
+        step, make_eval_step(layout), rate,
+    )  # fmt: skip
+
+
+def _first_state(config, optimizer, layout: Layout, precision, checkpointer: Checkpointer):
+    """Returns (state, step): resumed, or fresh with random or another run's weights."""
+    target = jax.tree.map(
+        lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
+        layout.abstract,
+        layout.shardings,
+    )
+    if checkpointer.latest_step() is not None:
+        state, _ = checkpointer.restore(target)
+        return state, int(state.step)
+    state = init_state(config.model, optimizer, layout, precision, config.init.seed)
+    if config.init.from_run:
+        weights = load_weights(config.init.from_run, target.params)
+        state = dataclasses.replace(state, params=weights)
+    return state, 0
+
+
+def use_compilation_cache(folder: Path) -> None:
+    """Keeps compiled programs in `folder`, so that a resumed run starts at once."""
+    jax.config.update("jax_compilation_cache_dir", str(folder.resolve()))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+
+
+def write_json(path: Path, values: dict) -> None:
+    """Writes a JSON file in one piece."""
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(values, indent=1, default=str))
+    os.replace(new, path)
+
+
+def first_batch(run: Run) -> Batch:
+    """Returns a batch of the right shape without moving the data position."""
+    shape = (run.config.train.batch_size, run.config.train.sequence_length)
+    names = ("tokens", "targets", "segment_ids", "positions")
+    return run.put({name: np.ones(shape, np.int32) for name in names})
+
+
+def device_line(mesh: Mesh) -> str:
+    """Returns what the mesh is made of, e.g. "8 x cpu"."""
+    device = mesh.devices.flat[0]
+    return f"{mesh.devices.size} x {device.device_kind}"

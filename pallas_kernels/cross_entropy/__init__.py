@@ -1,0 +1,34 @@
+"""What a cross-entropy over a large vocabulary needs of its logits, without keeping the logits.
+
+    lse_T, target_logit_T = logit_stats(x_TD, w_DV, targets_T)
+    nll_T = lse_T - target_logit_T
+
+With the vocabulary split over devices, each calls it on its slice, and joins the two by a
+log-sum-exp and a sum.
+"""
+
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.cross_entropy import reference, xla
+from pallas_kernels.pick import Choice, pick
+
+
+def logit_stats(
+    x_TD: Float[Array, "T D"],
+    w_DV: Float[Array, "D V"],
+    targets_T: Int[Array, " T"],
+    *,
+    valid_vocab: int | None = None,
+    impl: str | None = None,
+) -> tuple[Float[Array, " T"], Float[Array, " T"]]:
+    """Returns (log sum exp of x @ w over the vocabulary, logit of the target), float32 or wider.
+
+    A target outside 0 .. V-1 (none, or in another device's slice) gives the logit 0. Columns from
+    `valid_vocab` on are padding and count nowhere. Differentiable in x and w through both results.
+    FLOPs: 2*T*D*V forward, three times that backward (the logits are computed again).
+    """
+    choices = [Choice("xla", xla.logit_stats), Choice("reference", reference.logit_stats)]
+    return pick("logit_stats", impl, choices)(x_TD, w_DV, targets_T, valid_vocab)
+
+
+__all__ = ["logit_stats"]

@@ -1,0 +1,62 @@
+"""Grouped GEMM: rows sorted by group, each group with a matrix of its own.
+
+    y_MN = grouped_gemm(x_MK, w_GKN, group_sizes_G)
+
+Group sizes are read on the device. The GPU kernels (`hopper.py`, `blackwell.py`, `triton.py`) will
+stand beside `xla.py`, the portable implementation, and ahead of it in the choice.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.grouped_gemm import reference, xla
+from pallas_kernels.pick import Choice, pick
+
+
+def grouped_gemm(
+    x_MK: Float[Array, "M K"],
+    w_GKN: Float[Array, "G K N"],
+    group_sizes_G: Int[Array, " G"],
+    *,
+    impl: str | None = None,
+) -> Float[Array, "M N"]:
+    """Returns y[m] = x[m] @ w[g] for the rows of each group g, in the dtype of x.
+
+    The first group_sizes[0] rows are group 0, and so on. Products are summed in float32 (float64
+    for float64). Rows past the sum give zeros and get zero gradients, whatever they hold; an empty
+    group's weight gradient is exactly zero. Differentiable in x and w; 2*M*K*N FLOPs each for the
+    product and its two gradients.
+
+    Raises ValueError for shapes that do not fit, an unknown `impl`, and sizes that add up to more
+    than M where they are known; where they are traced, rows beyond M do not exist and
+    `overflow_rows` counts them.
+    """
+    _check(x_MK, w_GKN, group_sizes_G)
+    choices = [Choice("xla", xla.grouped_gemm), Choice("reference", reference.grouped_gemm)]
+    return pick("grouped_gemm", impl, choices)(x_MK, w_GKN, group_sizes_G)
+
+
+def overflow_rows(group_sizes_G: Int[Array, " G"], num_rows: int) -> Int[Array, ""]:
+    """Returns by how much the group sizes exceed the rows: 0, unless the caller has lost rows."""
+    return jnp.maximum(group_sizes_G.sum(dtype=jnp.int32) - num_rows, 0)
+
+
+def _check(x_MK, w_GKN, group_sizes_G) -> None:
+    shapes = f"x {x_MK.shape}, w {w_GKN.shape}, group_sizes {group_sizes_G.shape}"
+    if x_MK.ndim != 2 or w_GKN.ndim != 3 or group_sizes_G.shape != w_GKN.shape[:1]:
+        raise ValueError(f"grouped_gemm takes [M, K], [G, K, N], [G]; got {shapes}")
+    if x_MK.shape[1] != w_GKN.shape[1] or x_MK.dtype != w_GKN.dtype:
+        raise ValueError(
+            f"grouped_gemm: K and dtype of x and w must agree; got {shapes}, "
+            f"{x_MK.dtype} and {w_GKN.dtype}"
+        )
+    if isinstance(group_sizes_G, jax.core.Tracer):
+        return
+    total = int(np.asarray(group_sizes_G).sum())
+    if total > x_MK.shape[0]:
+        raise ValueError(f"group sizes add up to {total}, more than the {x_MK.shape[0]} rows of x")
+
+
+__all__ = ["grouped_gemm", "overflow_rows"]

@@ -1,0 +1,37 @@
+"""SwiGLU whose backward keeps h alone: plain autodiff would keep four float32 arrays of its size."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.swiglu import reference
+
+
+@jax.custom_vjp
+def swiglu(h_MF2, weights_M):
+    """See the package."""
+    return reference.swiglu(h_MF2, weights_M)
+
+
+def _forward(h_MF2, weights_M):
+    return swiglu(h_MF2, weights_M), (h_MF2, weights_M)
+
+
+def _backward(saved, dy_MF):
+    """With s = sigmoid(g): d(silu)/dg = s (1 + g (1 - s)); the weight's gradient is y/weight . dy."""
+    h_MF2, weights_M = saved
+    wide = jnp.float64 if h_MF2.dtype == jnp.float64 else jnp.float32
+    gate, up = jnp.split(h_MF2.astype(wide), 2, axis=-1)
+    dy = dy_MF.astype(wide)
+    s = jax.nn.sigmoid(gate)
+    scaled = dy if weights_M is None else dy * weights_M.astype(wide)[..., None]
+    d_gate = (scaled * up * s * (1 + gate * (1 - s))).astype(h_MF2.dtype)
+    d_up = (scaled * gate * s).astype(h_MF2.dtype)
+    # Barriers: fused into one loop, the two halves and the sum over a row run scalar on XLA:CPU.
+    dh = jnp.concatenate(jax.lax.optimization_barrier((d_gate, d_up)), axis=-1)
+    if weights_M is None:
+        return dh, None
+    d_weights = jax.lax.optimization_barrier(dy * gate * s * up).sum(axis=-1)
+    return dh, d_weights.astype(weights_M.dtype)
+
+
+swiglu.defvjp(_forward, _backward)
