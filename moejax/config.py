@@ -9,10 +9,11 @@ that back, so that every validation runs again on what the flags made of it.
 import ast
 import dataclasses
 import difflib
-import importlib.util
 import inspect
+import runpy
 import textwrap
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -97,10 +98,11 @@ def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
 
 def _documents(cls: type) -> dict[str, str]:
     """Field name -> the docstring that stands under it."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body
+    tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
+    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef))
     return {
-        field.target.id: " ".join(text.value.value.split())
-        for field, text in zip(body, body[1:], strict=False)
+        field.target.id: " ".join(str(text.value.value).split())
+        for field, text in pairwise(body)
         if isinstance(field, ast.AnnAssign)
         and isinstance(field.target, ast.Name)
         and isinstance(text, ast.Expr)
@@ -141,13 +143,12 @@ def load_recipe(where: str) -> Config:
     if not found:
         known = ", ".join(sorted(f"configs/{p.name}" for p in REPOSITORY.glob("configs/*.py")))
         raise ValueError(f"--config={file}: no such file; the repository has {known}")
-    spec = importlib.util.spec_from_file_location(f"recipe_{found[0].stem}", found[0])
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     recipes = {
         key: value
-        for key, value in vars(module).items()
-        if inspect.isfunction(value) and value.__module__ == spec.name and key[0] != "_"
+        for key, value in runpy.run_path(str(found[0])).items()
+        if inspect.isfunction(value)
+        and Path(inspect.getfile(value)) == found[0]
+        and not key.startswith("_")
     }
     if (name or found[0].stem) not in recipes:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Kernels: grouped GEMM, permutation, SwiGLU, attention, cross-entropy. Tensors in, tensors out; no models.
+"""Kernels: grouped GEMM, permutation, SwiGLU, attention, cross-entropy. Tensors, not models.
 
 One folder an operation, one public function each, `reference.py` in it the definition. `impl=None`
 picks the best implementation that serves; a name runs that one, or raises and says why not.

@@ -5,6 +5,8 @@ one code path serves a lone device with no mesh and every fold. All are differen
 `shard_map(check_vma=True)` the type system picks the transposes.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -47,7 +49,8 @@ def vary(x, axes: Axes):
     """Returns x (a pytree) typed as varying over `axes`; its transpose is the psum over them."""
 
     def one(leaf):
-        missing = tuple(axis for axis in axes if axis not in jax.typeof(leaf).manual_axis_type.varying)
+        varying = jax.typeof(leaf).manual_axis_type.varying
+        missing = tuple(axis for axis in axes if axis not in varying)
         return lax.pcast(leaf, missing, to="varying") if missing else leaf
 
     return jax.tree.map(one, x) if axes else x
@@ -68,13 +71,14 @@ def ragged_all_to_all(
     `lax.ragged_all_to_all` where the platform has it; XLA:CPU has not, and runs an emulation.
     """
     tables = (input_offsets, send_sizes, output_offsets, recv_sizes)
+    emulated = partial(emulated_ragged_all_to_all, axes=axes)
     if not axes:
-        return emulated_ragged_all_to_all(operand, output, *tables, axes)
+        return emulated(operand, output, *tables)
     return lax.platform_dependent(
         operand,
         output,
         *tables,
-        cpu=lambda *args: emulated_ragged_all_to_all(*args, axes),
+        cpu=emulated,
         default=lambda *args: lax.ragged_all_to_all(*args, axis_name=axes),
     )
 

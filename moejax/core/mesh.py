@@ -111,15 +111,21 @@ def _shown(reading: Reading) -> str:
     return "(" + ", ".join(f"{role}={n}" for role, n in reading.items() if n > 1) + ")"
 
 
+def _ends(reading: Reading) -> list[int]:
+    return list(accumulate(list(reading.values())[::-1], mul))
+
+
 def _strides(reading: Reading) -> list[int]:
     """Device strides at which the reading's axes begin and end: 1 .. number of devices."""
-    return [1, *accumulate(reversed(reading.values()), mul)]
+    return [1, *_ends(reading)]
 
 
 def _role_at(reading: Reading, stride: int) -> str:
     """The role whose axis covers the devices `stride` apart."""
-    ends = accumulate(reversed(reading.values()), mul)
-    return next(role for role, end in zip(reversed(reading), ends, strict=True) if stride < end)
+    roles = list(reading)[::-1]
+    return next(
+        role for role, end in zip(roles, _ends(reading), strict=True) if stride < end
+    )
 
 
 def _cuts(attention: Reading, experts: Reading) -> list[int]:

@@ -1,4 +1,4 @@
-"""Parameters, declared once: value, dtype and logical dims, by the flax (NNX) module that owns them.
+"""Parameters, declared once, by the flax (NNX) module that owns them: value and logical dims.
 
 A module is built with global shapes. `partition` takes it apart into a static definition and two
 nested dicts of arrays, *parameters* (trained) and *buffers* (kept, not trained: the router bias);

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from moejax.core import collectives
 from moejax.core.mesh import Fold
-from moejax.model.router import Routing, RouterConfig
+from moejax.model.router import RouterConfig, Routing
 from moejax.model.stream import Stream
 
 
@@ -76,6 +76,6 @@ def losses(
 def update_bias(
     bias_E: Float[Array, "... E"], load_E: Float[Array, "... E"], rate: float
 ) -> Float[Array, "... E"]:
-    """Returns bias + rate * sign(mean load - load): once an optimizer step, from the global load."""
+    """Returns bias + rate * sign(mean load - load); once an optimizer step, of the global load."""
     mean = load_E.mean(axis=-1, keepdims=True)
     return bias_E + rate * jnp.sign(mean - load_E).astype(bias_E.dtype)

@@ -37,18 +37,31 @@ class Stream(NamedTuple):
     counts: Counts
 
 
+class Totals(NamedTuple):
+    """Counts of a batch over all devices."""
+
+    targets: Float[Array, ""]
+    tokens: Float[Array, ""]
+    documents: Float[Array, ""]
+
+
 def starts_bL(segment_ids_bL: Int[Array, "b L"]) -> Bool[Array, "b L"]:
     """Returns where a document starts: a non-padding token unlike the one before it."""
     before_bL = jnp.pad(segment_ids_bL, ((0, 0), (1, 0)))[:, :-1]
     return (segment_ids_bL != before_bL) & (segment_ids_bL != 0)
 
 
-def count_batch(segment_ids: Int[Array, "..."], targets: Int[Array, "..."], fold: Fold) -> tuple:
-    """Returns (targets, tokens, documents), global float32 counts of batch arrays [..., L]."""
+def count_batch(segment_ids: Int[Array, "..."], targets: Int[Array, "..."], fold: Fold) -> Totals:
+    """Returns the Totals, float32, of batch arrays [..., L]."""
     ids_bL = segment_ids.reshape(-1, segment_ids.shape[-1])
     local = (targets >= 0, segment_ids != 0, starts_bL(ids_bL))
     sums = [jnp.sum(mask, dtype=jnp.float32) for mask in local]
-    return tuple(collectives.psum(sums, fold.batch))
+    return Totals(*collectives.psum(sums, fold.batch))
+
+
+def one_microbatch(totals: Totals) -> Counts:
+    """Returns the Counts of a step that has one microbatch."""
+    return Counts(*totals, totals.tokens, jnp.ones((), totals.tokens.dtype))
 
 
 def my_tokens(x_T: Array, fold: Fold) -> Array:

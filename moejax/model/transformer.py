@@ -25,7 +25,7 @@ from moejax.model.moe import MoE, MoEConfig
 from moejax.model.norm import RMSNorm
 from moejax.model.rope import rope_table
 from moejax.model.stack import REMAT, scan_layers
-from moejax.model.stream import Counts, Stream, count_batch, make_stream
+from moejax.model.stream import Counts, Stream, count_batch, make_stream, one_microbatch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,8 +214,7 @@ class Transformer(nnx.Module):
             segment_ids_BL = jnp.ones_like(tokens_BL)
         if positions_BL is None:
             positions_BL = jnp.tile(jnp.arange(length, dtype=jnp.int32)[None], (batch, 1))
-        targets, tokens, documents = count_batch(segment_ids_BL, tokens_BL, self.fold)
-        counts = Counts(targets, tokens, documents, tokens, jnp.ones((), tokens.dtype))
+        counts = one_microbatch(count_batch(segment_ids_BL, tokens_BL, self.fold))
         x_TD, _ = self.hidden(tokens_BL, segment_ids_BL, positions_BL, counts)
         wide = at_least_float32(x_TD.dtype)
         logits_TV = jnp.matmul(x_TD, self.head_weight(), preferred_element_type=wide)

@@ -49,7 +49,8 @@ def train(run: Run) -> int:
         TraceAtStep(folder, config.log.profile_step, config.log.profile_steps) as trace,
         GracefulStop() as stop,
     ):
-        step = _steps(run, compiled, facts, _Reporter(run, writer, display, facts), watchdog, trace, stop)
+        reporter = _Reporter(run, writer, display, facts)
+        step = _steps(run, compiled, facts, reporter, watchdog, trace, stop)
         run.checkpointer.save(step, run.state, run.position())
         run.checkpointer.close()
         if stop.requested:
@@ -91,7 +92,8 @@ class _Reporter:
         record |= {"matmul_share": rate * self._flops / self._peak}
         moe = record.get("moe")
         if moe:
-            record |= {name: float(moe[name].mean()) for name in ("imbalance", "aux_loss", "z_loss")}
+            means = ("imbalance", "aux_loss", "z_loss")
+            record |= {name: float(moe[name].mean()) for name in means}
             moe["dropped"] = np.rint(moe["dropped"]).astype(int)
             record["dropped"] = int(moe["dropped"].sum())
         self._writer.step(record)
@@ -143,8 +145,8 @@ def evaluate(run: Run) -> dict[str, float]:
     losses = {}
     for name, batches in run.evals.items():
         sums = [run.eval_step(run.state, run.put(batch)) for batch in batches]
-        total = sum(np.asarray(pair, np.float64) for pair in jax.device_get(sums))
-        losses[name] = float(total[0] / max(total[1], 1.0))
+        nll, targets = np.sum(np.asarray(jax.device_get(sums), np.float64), axis=0)
+        losses[name] = float(nll / max(targets, 1.0))
     return losses
 
 

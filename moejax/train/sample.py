@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from moejax.core import collectives, params
+from moejax.core import collectives
 from moejax.core.precision import at_least_float32
-from moejax.model.stream import Counts, count_batch
+from moejax.model.stream import count_batch, one_microbatch
 from moejax.train.state import Layout, TrainState
 from moejax.train.step import stored_to_used
 
@@ -20,13 +20,11 @@ def make_next_logits(layout: Layout) -> Callable[[TrainState, jax.Array, jax.Arr
 
     def next_logits(state: TrainState, tokens_bL, length):
         fold = layout.fold
-        weights = stored_to_used(layout, state.params)
-        model = params.assemble(layout.definition, weights, state.buffers)
+        model = layout.model(stored_to_used(layout, state.params), state.buffers)
         place_L = jnp.arange(tokens_bL.shape[1], dtype=jnp.int32)
         segment_bL = jnp.broadcast_to((place_L < length).astype(jnp.int32)[None], tokens_bL.shape)
         segment_bL = collectives.vary(segment_bL, fold["dp"])
-        targets, tokens, documents = count_batch(segment_bL, tokens_bL, fold)
-        counts = Counts(targets, tokens, documents, tokens, jnp.ones((), jnp.float32))
+        counts = one_microbatch(count_batch(segment_bL, tokens_bL, fold))
         places_bL = jnp.broadcast_to(place_L[None], tokens_bL.shape)
         x_tD, _ = model.hidden(tokens_bL, segment_bL, places_bL, counts)
         x_TD = collectives.all_gather(x_tD, fold["tp"])

@@ -6,7 +6,6 @@
 import dataclasses
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -41,16 +40,24 @@ Batch = dict[str, Any]
 class Sections(Protocol):
     """What the loop reads of a configuration (`moejax.config.Config` is one)."""
 
-    model: ModelConfig
-    parallel: ParallelConfig
-    precision: PrecisionConfig
-    data: DataConfig
-    train: TrainConfig
-    optimizer: OptimizerConfig
-    init: Any
-    checkpoint: CheckpointConfig
-    log: LogConfig
-
+    @property
+    def model(self) -> ModelConfig: ...
+    @property
+    def parallel(self) -> ParallelConfig: ...
+    @property
+    def precision(self) -> PrecisionConfig: ...
+    @property
+    def data(self) -> DataConfig: ...
+    @property
+    def train(self) -> TrainConfig: ...
+    @property
+    def optimizer(self) -> OptimizerConfig: ...
+    @property
+    def init(self) -> Any: ...
+    @property
+    def checkpoint(self) -> CheckpointConfig: ...
+    @property
+    def log(self) -> LogConfig: ...
     @property
     def run_dir(self) -> Path:
         """The folder of the run."""
@@ -74,8 +81,8 @@ class Run:
     checkpointer: Checkpointer
     state: TrainState
     start_step: int
-    train_step: Callable
-    eval_step: Callable
+    train_step: jax.stages.Wrapped
+    eval_step: jax.stages.Wrapped
     matmul_rate: float
     """Dense-matmul FLOP/s of the compute dtype, measured on this machine."""
 

@@ -9,7 +9,6 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Int
 
 from moejax.core import params as parameters
 from moejax.core import sharding
@@ -25,14 +24,14 @@ from moejax.train.optimizer import map_like_params
 class TrainState:
     """Everything that a step changes, and all that a checkpoint holds."""
 
-    step: Int[Array, ""]
-    """Batches seen, skipped ones too."""
+    step: Any
+    """int32. Batches seen, skipped ones too."""
     params: Tree
     buffers: Tree
     opt_state: Any
-    num_skipped: Int[Array, ""]
-    """Steps whose loss or gradients were not finite, and changed nothing."""
-    key: Array
+    num_skipped: Any
+    """int32. Steps whose loss or gradients were not finite, and changed nothing."""
+    key: Any
     """The run's random key (typed)."""
 
 
@@ -50,6 +49,12 @@ class Layout:
     fold: Fold
     zero: int
     mesh: Mesh
+
+    def model(self, weights: Tree, buffers: Tree) -> Transformer:
+        """Returns the model made of arrays that the layers use: this device's shards."""
+        model = parameters.assemble(self.definition, weights, buffers)
+        assert isinstance(model, Transformer)
+        return model
 
     @property
     def shardings(self) -> TrainState:

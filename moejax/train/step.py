@@ -3,8 +3,8 @@
 Inside, code is written as one device sees it, and `check_vma=True` proves which values are the
 same on which devices. The step
 
-1. takes the resting parameters to what the layers use once a step (`stored_to_used`): typed as varying over
-   every axis, and for ZeRO-1 gathered. The transpose of that is the one reduction of the
+1. takes the resting parameters to what the layers use (`stored_to_used`): typed as varying over
+   every axis, and for ZeRO-1 gathered, once a step. Its transpose is the one reduction of the
    gradients, to where the parameters rest: psum over the axes that replicate a parameter,
    reduce-scatter over those that shard it (dense: dp, experts: edp).
 2. scans over microbatches, adding up gradients in the accumulation dtype.
@@ -12,7 +12,6 @@ same on which devices. The step
 """
 
 import dataclasses
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +19,11 @@ import optax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from moejax.core import collectives, params
+from moejax.core import collectives
 from moejax.core.precision import PrecisionConfig
 from moejax.core.sharding import gathered
 from moejax.model import balance
-from moejax.model.stream import Counts, count_batch
+from moejax.model.stream import Counts, count_batch, one_microbatch
 from moejax.model.transformer import ModelConfig
 from moejax.train.loss import micro_loss, nll_sum
 from moejax.train.optimizer import (
@@ -106,10 +105,9 @@ def _sum_micro_grads(layout: Layout, weights, buffers, batch: Batch, precision: 
     num_micro = jnp.asarray(batch["tokens"].shape[0], jnp.float32)
 
     def loss(weights, micro):
-        tokens = count_batch(micro["segment_ids"], micro["targets"], fold)[1]
+        tokens = count_batch(micro["segment_ids"], micro["targets"], fold).tokens
         counts = Counts(*counted, tokens, num_micro)
-        model = params.assemble(layout.definition, weights, buffers)
-        return micro_loss(model, micro, counts)
+        return micro_loss(layout.model(weights, buffers), micro, counts)
 
     def add(grads, micro):
         (_, aux), new = jax.value_and_grad(loss, has_aux=True)(weights, micro)
@@ -160,8 +158,8 @@ def make_train_step(
     total_steps: int,
     *,
     with_grads: bool = False,
-) -> Callable[[TrainState, Batch], tuple[TrainState, dict]]:
-    """Returns the jitted step: (state, batch of [microbatches, rows, L] arrays) -> (state, metrics).
+) -> jax.stages.Wrapped:
+    """Returns the jitted step: (state, batch of [microbatches, rows, L]) -> (state, metrics).
 
     The state is donated. Metrics stay on the device: "loss" (nats a token), "grad_norm", "lr",
     "num_tokens", "skipped", and "moe" by layer. `with_grads` adds "grads", where they rest, for
@@ -186,12 +184,13 @@ def make_train_step(
         buffers = _update_buffers(state.buffers, auxes, rate, finite)
         state = TrainState(state.step + 1, new_params, buffers, opt_state, skipped, state.key)
         metrics = {"loss": loss, "grad_norm": norm, "lr": lr, "skipped": skipped}
-        metrics["num_tokens"] = count_batch(batch["segment_ids"], batch["targets"], fold)[0]
+        metrics["num_tokens"] = count_batch(batch["segment_ids"], batch["targets"], fold).targets
         if any(auxes.values()):
             metrics["moe"] = _moe_metrics(auxes, buffers)
         return state, metrics | ({"grads": grads} if with_grads else {})
 
-    metric_specs = {name: P() for name in ("loss", "grad_norm", "lr", "skipped", "num_tokens")}
+    scalars = ("loss", "grad_norm", "lr", "skipped", "num_tokens")
+    metric_specs: dict = {name: P() for name in scalars}
     if "M" in model_cfg.kinds():
         metric_specs["moe"] = P()
     if with_grads:
@@ -206,21 +205,20 @@ def make_train_step(
     return jax.jit(sharded, donate_argnums=0)
 
 
-def make_eval_step(layout: Layout) -> Callable[[TrainState, Batch], tuple[Array, Array]]:
+def make_eval_step(layout: Layout) -> jax.stages.Wrapped:
     """Returns the jitted evaluation: (state, batch) -> (summed NLL in nats, number of targets)."""
 
     def evaluate(state: TrainState, batch: Batch):
         fold = layout.fold
-        model = params.assemble(layout.definition, stored_to_used(layout, state.params), state.buffers)
+        model = layout.model(stored_to_used(layout, state.params), state.buffers)
 
         def add(total, micro):
             counted = count_batch(micro["segment_ids"], micro["targets"], fold)
-            counts = Counts(*counted, counted[1], jnp.ones((), jnp.float32))
             x_tD, _ = model.hidden(
-                micro["tokens"], micro["segment_ids"], micro["positions"], counts
+                micro["tokens"], micro["segment_ids"], micro["positions"], one_microbatch(counted)
             )
             nll = collectives.psum(nll_sum(model, x_tD, micro["targets"], fold), fold.batch)
-            return total + nll.astype(total.dtype), counted[0]
+            return total + nll.astype(total.dtype), counted.targets
 
         total, targets_m = jax.lax.scan(add, jnp.zeros((), jnp.float32), batch)
         return total, targets_m.sum()

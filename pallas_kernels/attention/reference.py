@@ -28,14 +28,12 @@ def attention(q_BLNH, k_BSGH, v_BSGV, segment_ids, window, sinks, scale):
     seen = visible(rows, keys, segment_ids, window, S - L)[:, None, None]
     scores = jnp.where(seen, scores, NOTHING)
     peak = scores.max(axis=-1, keepdims=True)
-    if sinks is not None:
-        sink = sinks.astype(wide).reshape(1, G, N // G, 1, 1)
-        peak = jnp.maximum(peak, sink)
+    sink = None if sinks is None else sinks.astype(wide).reshape(1, G, N // G, 1, 1)
+    peak = peak if sink is None else jnp.maximum(peak, sink)
     peak = jax.lax.stop_gradient(peak)
     weights = jnp.where(seen, jnp.exp(scores - peak), 0)
     total = weights.sum(axis=-1, keepdims=True)
-    if sinks is not None:
-        total = total + jnp.exp(sink - peak)
+    total = total if sink is None else total + jnp.exp(sink - peak)
     empty = total == 0
     total = jnp.where(empty, 1, total)
     out = jnp.einsum("BGRLS,BSGV->BLGRV", weights / total, v, precision="highest")

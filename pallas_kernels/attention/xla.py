@@ -83,7 +83,7 @@ def _keys_of_blocks(x, B: int, plan: _Plan):
 
 
 def _blocks_of_ids(segment_ids, plan: _Plan):
-    """([blocks, B, rows], [blocks, B, keys]) of the padded segment ids; all 1 where there are none."""
+    """([blocks, B, rows], [blocks, B, keys]): the padded segment ids."""
 
     def cut(ids, size):
         count = -(-ids.shape[1] // size)

@@ -1,4 +1,4 @@
-"""Permutation by gathers alone, and a counting sort: portable, and fast on CPU.
+"""Permutation by gathers alone, and two sorts of integers: portable, and fast on CPU.
 
 The gradient of `permute` is `unpermute` and the reverse, so nothing scatters. Offsets are XLA's
 own 64-bit ones: arrays of more than 2^31 elements are fine.
@@ -6,8 +6,7 @@ own 64-bit ones: arrays of more than 2^31 elements are fine.
 
 import jax
 import jax.numpy as jnp
-
-_BLOCK = 512  # rows that one step of the counting sort ranks at once
+from jax import lax
 
 
 def _take(x, index):
@@ -80,29 +79,17 @@ unpermute.defvjp(_unpermute_forward, _unpermute_backward)
 
 
 def sort_slots(experts_TK, num_experts):
-    """See the package. A counting sort: the place of a slot is the start of its expert plus the
-    number of earlier slots with that expert, counted in blocks (within a block by a triangle of
-    comparisons, across blocks by a running sum of block histograms); argsort is slower on CPU.
+    """See the package. One stable sort by expert gives the order, and a second one its inverse.
+
+    On XLA:CPU (S = 65536, two Zen 5 cores) 2.1 ms for 16 experts and 3.1 for 256; a counting sort
+    takes 2.5 and 39, and a scatter for the inverse 0.6 more.
     """
     T, K = experts_TK.shape
-    S = T * K
-    flat_S = experts_TK.reshape(-1)
-    num_blocks = max(-(-S // _BLOCK), 1)
-    padded = jnp.pad(flat_S, (0, num_blocks * _BLOCK - S), constant_values=num_experts)
-    block_nb = padded.reshape(num_blocks, _BLOCK)
-    ids_E = jnp.arange(num_experts + 1, dtype=flat_S.dtype)
-    onehot_nbE = (block_nb[:, :, None] == ids_E[None, None]).astype(jnp.int32)
-    within_nbE = jnp.cumsum(onehot_nbE, axis=1, dtype=jnp.int32)
-    count_nE = within_nbE[:, -1]
-    before_nE = jnp.cumsum(count_nE, axis=0, dtype=jnp.int32) - count_nE
-    total_E = count_nE.sum(axis=0, dtype=jnp.int32)
-    start_E = jnp.cumsum(total_E, dtype=jnp.int32) - total_E
-    place_nbE = within_nbE - 1 + (before_nE + start_E[None])[:, None]
-    place_S = (place_nbE * onehot_nbE).sum(axis=2, dtype=jnp.int32).reshape(-1)[:S]
-    here_S = flat_S < num_experts
-    token_S = jnp.where(here_S, jnp.arange(S, dtype=jnp.int32) // K, -1)
-    tokens_S = jnp.full((S,), -1, jnp.int32).at[place_S].set(
-        token_S, unique_indices=True, mode="promise_in_bounds"
-    )
-    slots_TK = jnp.where(here_S, place_S, -1).reshape(T, K)
-    return tokens_S, slots_TK, total_E[:num_experts]
+    slot_S = lax.iota(jnp.int32, T * K)
+    expert_S, order_S = lax.sort((experts_TK.reshape(-1), slot_S), num_keys=1, is_stable=True)
+    _, place_S = lax.sort((order_S, slot_S), num_keys=1, is_stable=False)
+    tokens_S = jnp.where(expert_S < num_experts, order_S // K, -1)
+    slots_TK = jnp.where(experts_TK < num_experts, place_S.reshape(T, K), -1)
+    ids_E = jnp.arange(num_experts + 1, dtype=experts_TK.dtype)
+    starts_E = jnp.searchsorted(expert_S, ids_E).astype(jnp.int32)
+    return tokens_S, slots_TK, starts_E[1:] - starts_E[:-1]

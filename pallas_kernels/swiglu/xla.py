@@ -1,4 +1,4 @@
-"""SwiGLU whose backward keeps h alone: plain autodiff would keep four float32 arrays of its size."""
+"""SwiGLU whose backward keeps h alone; plain autodiff would keep four float32 arrays like it."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ def _forward(h_MF2, weights_M):
 
 
 def _backward(saved, dy_MF):
-    """With s = sigmoid(g): d(silu)/dg = s (1 + g (1 - s)); the weight's gradient is y/weight . dy."""
+    """With s = sigmoid(g): d silu = s (1 + g (1 - s)) dg; the weight gets (y/weight) . dy."""
     h_MF2, weights_M = saved
     wide = jnp.float64 if h_MF2.dtype == jnp.float64 else jnp.float32
     gate, up = jnp.split(h_MF2.astype(wide), 2, axis=-1)

@@ -12,7 +12,14 @@ from jaxtyping import Array, Int
 
 from moejax.core import collectives
 from moejax.core.mesh import Fold
-from moejax.model.dispatch.base import Dispatched, Dispatcher, Sorted, arrive, sort_rows, unsort_rows
+from moejax.model.dispatch.base import (
+    Dispatched,
+    Dispatcher,
+    Sorted,
+    arrive,
+    sort_rows,
+    unsort_rows,
+)
 
 
 class Tables(NamedTuple):
@@ -36,8 +43,9 @@ def _tables(sizes_r: Int[Array, " ep"], fold: Fold) -> tuple[Tables, Tables]:
     """Returns the tables there and back, from the rows this device sends to each rank."""
     me = collectives.axis_index(fold["ep"])
     sizes_rr = collectives.all_gather(sizes_r[None], fold["ep"])  # [sender, receiver]
-    sent_rr = jnp.cumsum(sizes_rr, axis=1, dtype=jnp.int32) - sizes_rr  # where a block starts at its sender
-    placed_rr = jnp.cumsum(sizes_rr, axis=0, dtype=jnp.int32) - sizes_rr  # ... and at its receiver
+    # Where a block starts at its sender, and at its receiver.
+    sent_rr = jnp.cumsum(sizes_rr, axis=1, dtype=jnp.int32) - sizes_rr
+    placed_rr = jnp.cumsum(sizes_rr, axis=0, dtype=jnp.int32) - sizes_rr
     there = Tables(sent_rr[me], sizes_r, placed_rr[me], sizes_rr[:, me])
     back = Tables(placed_rr[:, me], sizes_rr[:, me], sent_rr[:, me], sizes_r)
     return there, back
@@ -51,7 +59,8 @@ def dispatch(x_tD, experts_tK, weights_tK, num_experts: int, fold: Fold) -> Disp
     x_sD, weights_s, sizes_E, sent = sort_rows(x_tD, experts_tK, weights_tK, num_experts)
     there, back = _tables(sizes_E.reshape(num_ranks, num_local).sum(axis=1, dtype=jnp.int32), fold)
     row_s = jnp.arange(x_sD.shape[0], dtype=jnp.int32)
-    expert_s = jnp.searchsorted(jnp.cumsum(sizes_E, dtype=jnp.int32), row_s, side="right").astype(jnp.int32)
+    ends_E = jnp.cumsum(sizes_E, dtype=jnp.int32)
+    expert_s = jnp.searchsorted(ends_E, row_s, side="right").astype(jnp.int32)
 
     def send(a, empty):
         out = collectives.vary(jnp.full((rows, *a.shape[1:]), empty, a.dtype), fold.all)

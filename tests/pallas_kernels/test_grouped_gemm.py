@@ -1,0 +1,284 @@
+"""Grouped GEMM: every implementation against the reference, and the reference against numpy.
+
+The tolerance of a sum of n products is 4 sqrt(n) of the dtype's rounding: errors of random signs
+add up as a random walk. bfloat16 results are sums in float32, rounded once: one unit in the last
+place, 2^-8, where two implementations fall on either side of a tie.
+"""
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels.grouped_gemm import grouped_gemm, overflow_rows, xla
+from pallas_kernels.pick import Choice, pick
+from tests.oracle import max_relative_error
+
+IMPLS = ["xla"]
+ALL = ["reference", *IMPLS]
+LARGE = (5411, 16, 12)
+# name: (group sizes, M, K, N)
+CASES = {
+    "unaligned": ([5, 3, 8, 17], 33, 24, 40),
+    "first, middle and last empty": ([0, 9, 0, 0, 7, 0], 16, 8, 8),
+    "one group of two, twice": ([8, 0, 8, 0], 16, 64, 32),
+    "18 groups, the first 6 used": ([7, 4, 6, 5, 1, 9, *[0] * 12], 32, 64, 43),
+    "nothing": ([0, 0, 0], 20, 4, 6),
+    "one row": ([0, 1], 1, 4, 6),
+    "no rows": ([0, 0], 0, 4, 6),
+    "one row a group": ([1] * 40, 40, 43, 25),
+    # Of one shape, so that they share a compilation.
+    "skewed": ([162, 0, 2577, 446, 0, 83], *LARGE),
+    "around the sizes of blocks": ([1280, 1281, 768, 2049, 16, 17], *LARGE),
+    "all rows in one group": ([0, 0, 0, LARGE[0], 0, 0], *LARGE),
+    "rows far beyond the sum": ([3, 0, 50, 0, 0, 0], *LARGE),
+    "large and nothing": ([0] * 6, *LARGE),
+}
+
+
+def _tolerance(dtype, num_terms: int) -> float:
+    if dtype == jnp.bfloat16:
+        return 2.0**-8
+    return 4 * math.sqrt(max(num_terms, 1)) * float(jnp.finfo(dtype).eps)
+
+
+def _operands(case: str, dtype, seed: int = 0):
+    """(x, w, sizes, dy) of a case, drawn in numpy: random normal rows, also past the sum."""
+    sizes, M, K, N = CASES[case]
+    rng = np.random.default_rng(seed)
+    shapes = ((M, K), (len(sizes), K, N), (M, N))
+    x, w, dy = (jnp.asarray(rng.standard_normal(shape)).astype(dtype) for shape in shapes)
+    return x, w, jnp.asarray(sizes, jnp.int32), dy
+
+
+@partial(jax.jit, static_argnums=0)
+def _run(impl, x, w, sizes, dy):
+    """(y, dx, dw), compiled, with the sizes traced."""
+    y, back = jax.vjp(lambda x, w: grouped_gemm(x, w, sizes, impl=impl), x, w)
+    return y, *back(dy)
+
+
+def _expected(x, w, sizes, dy):
+    """(y, dx, dw) by one numpy product a group, in float64."""
+    x, w, dy = (np.asarray(a).astype(np.float64) for a in (x, w, dy))
+    y, dx, dw, start = np.zeros(dy.shape), np.zeros(x.shape), np.zeros(w.shape), 0
+    for g, size in enumerate(np.asarray(sizes)):
+        rows = slice(start, start + size)
+        y[rows], dx[rows] = x[rows] @ w[g], dy[rows] @ w[g].T
+        dw[g] = x[rows].T @ dy[rows]
+        start += size
+    return y, dx, dw
+
+
+def _dirty_memory() -> None:
+    """Leaves NaN in the pages that the next allocations reuse: nothing may rely on zeros there."""
+    arrays = [jnp.full((size,), jnp.nan) for size in (1 << 8, 1 << 14, 1 << 18, 1 << 22) * 3]
+    jax.block_until_ready(arrays)
+
+
+def _agree(found, wanted, dtype, sizes, K, N) -> None:
+    terms = (K, N, int(np.max(sizes, initial=1)))
+    for name, a, b, n in zip(("y", "dx", "dw"), found, wanted, terms, strict=True):
+        assert a.dtype == dtype, name
+        assert max_relative_error(a, b) <= _tolerance(dtype, n), name
+    total = int(np.sum(sizes))
+    assert not np.asarray(found[0])[total:].any() and not np.asarray(found[1])[total:].any()
+    assert not np.asarray(found[2])[np.asarray(sizes) == 0].any()
+
+
+@pytest.mark.parametrize(
+    "dtype, case",
+    [("float32", case) for case in CASES]
+    + [(d, c) for d in ("bfloat16", "float64") for c in ("unaligned", "skewed", "nothing")],
+)
+@pytest.mark.parametrize("impl", IMPLS)
+def test_matches_reference(impl, dtype, case):
+    with jax.enable_x64(dtype == "float64"):
+        operands = _operands(case, jnp.dtype(dtype))
+        sizes, _, K, N = CASES[case]
+        wanted = _run("reference", *operands)
+        for _ in range(2):
+            _dirty_memory()
+            _agree(_run(impl, *operands), wanted, jnp.dtype(dtype), sizes, K, N)
+
+
+@pytest.mark.parametrize("case", ["unaligned", "skewed", "rows far beyond the sum"])
+def test_reference_matches_a_product_per_group(case):
+    with jax.enable_x64(True):
+        operands = _operands(case, jnp.float64)
+        sizes, _, K, N = CASES[case]
+        _agree(_run("reference", *operands), _expected(*operands), jnp.float64, sizes, K, N)
+
+
+@pytest.mark.parametrize("impl", ALL)
+def test_weight_gradient_of_a_sum_is_the_column_sum_and_zero_where_empty(impl):
+    """D12, by hand: the loss is the sum of the output."""
+    x, w, sizes, dy = _operands("one group of two, twice", jnp.float32)
+    for _ in range(2):
+        _dirty_memory()
+        dw = np.asarray(_run(impl, x, w, sizes, jnp.ones_like(dy))[2])
+        for g, rows in ((0, slice(0, 8)), (2, slice(8, 16))):
+            sums = np.asarray(x)[rows].sum(axis=0)[:, None]
+            np.testing.assert_allclose(dw[g], np.broadcast_to(sums, dw[g].shape), atol=3e-6)
+        assert (dw[[1, 3]] == 0).all()
+
+
+@pytest.mark.parametrize(
+    "sizes, shape", [([5, 0, 6], (16, 16, 8)), ([700, 0, 1300, 20, 0, 0], LARGE)]
+)
+@pytest.mark.parametrize("impl", ALL)
+def test_nan_past_the_sum_stays_there(impl, sizes, shape):
+    """D13: both the rows and the incoming gradient are NaN past the sum."""
+    rng, total, (M, K, N) = np.random.default_rng(3), sum(sizes), shape
+    drawn = (rng.standard_normal(s) for s in ((M, K), (len(sizes), K, N), (M, N)))
+    x, w, dy = (a.astype(np.float32) for a in drawn)
+    clean = _expected(x, w, sizes, dy)
+    x[total:] = dy[total:] = np.nan
+    for _ in range(2):
+        _dirty_memory()
+        found = _run(impl, *(jnp.asarray(a) for a in (x, w, np.int32(sizes), dy)))
+        _agree(found, clean, jnp.float32, sizes, K, N)
+
+
+@pytest.mark.parametrize("impl", ALL)
+def test_nan_of_one_group_stays_in_it(impl):
+    """A row that diverged poisons its own group's weight gradient, and no other row or group."""
+    x, w, sizes, dy = _operands("unaligned", jnp.float32)
+    bad = 6  # the second row of group 1: rows 5 .. 7
+    y, dx, dw = _run(impl, x.at[bad].set(jnp.inf), w, sizes, dy.at[bad].set(jnp.nan))
+    for a, poisoned in ((y, {bad}), (dx, {bad}), (dw, {1})):
+        finite = np.isfinite(np.asarray(a)).reshape(a.shape[0], -1).all(axis=1)
+        assert set(np.flatnonzero(~finite)) == poisoned
+
+
+@pytest.mark.parametrize("K, N", [(64, 32), (43, 2881)])
+@pytest.mark.parametrize("sizes", [[128, 130, 65], [1, 127, 129, 0, 66], [1] * 300])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_each_row_meets_the_matrix_of_its_group(impl, sizes, K, N):
+    """D14: row r of all r, matrix g of all g+1, so that a wrong group shows as a wrong integer."""
+    M, G = sum(sizes), len(sizes)
+    group = np.repeat(np.arange(G), sizes)
+    x = jnp.broadcast_to(jnp.arange(M, dtype=jnp.float32)[:, None], (M, K))
+    w = jnp.broadcast_to(jnp.arange(1, G + 1, dtype=jnp.float32)[:, None, None], (G, K, N))
+    sizes = jnp.asarray(sizes, jnp.int32)
+    y = jax.jit(lambda x, w, sizes: grouped_gemm(x, w, sizes, impl=impl))(x, w, sizes)
+    wanted = np.arange(M) * (group + 1.0) * K
+    assert (np.asarray(y) == wanted[:, None]).all()
+    rng = np.random.default_rng(1)
+    drawn = [rng.standard_normal(s).astype(np.float32) for s in ((M, K), (G, K, N), (M, N))]
+    x, w, dy = (jnp.asarray(a) for a in drawn)
+    _agree(_run(impl, x, w, sizes, dy), _expected(x, w, sizes, dy), jnp.float32, sizes, K, N)
+
+
+def test_sizes_beyond_the_rows_are_an_error_or_a_count():
+    x, w = jnp.ones((10, 4)), jnp.ones((2, 4, 3))
+    for impl in ALL:
+        with pytest.raises(ValueError, match=r"13.*10"):
+            grouped_gemm(x, w, jnp.array([6, 7], jnp.int32), impl=impl)
+        y, flag = jax.jit(
+            lambda sizes, impl=impl: (
+                grouped_gemm(x, w, sizes, impl=impl),
+                overflow_rows(sizes, 10),
+            )
+        )(jnp.array([6, 7], jnp.int32))
+        assert (np.asarray(y) == 4).all() and int(flag) == 3
+    assert int(overflow_rows(jnp.array([6, 3], jnp.int32), 10)) == 0
+
+
+@pytest.mark.parametrize(
+    "x, w, sizes, message",
+    [
+        ((4, 3), (2, 5, 6), (2,), "K and dtype"),
+        ((4, 3), (2, 3, 6), (3,), r"takes \[M, K\]"),
+        ((4, 3), (3, 6), (2,), r"takes \[M, K\]"),
+    ],
+)
+def test_shapes_that_do_not_fit(x, w, sizes, message):
+    with pytest.raises(ValueError, match=message):
+        grouped_gemm(jnp.ones(x), jnp.ones(w), jnp.ones(sizes, jnp.int32))
+    with pytest.raises(ValueError, match="bfloat16"):
+        grouped_gemm(jnp.ones((4, 3)), jnp.ones((1, 3, 2), jnp.bfloat16), jnp.ones(1, jnp.int32))
+
+
+def test_pick_names_its_reasons():
+    able, unable = Choice("b", len), Choice("a", max, "needs a GPU")
+    assert pick("op", None, [unable, able]) is len and pick("op", "b", [unable, able]) is len
+    with pytest.raises(ValueError, match=r"'a'.*needs a GPU.*b"):
+        pick("op", "a", [unable, able])
+    with pytest.raises(ValueError, match=r"unknown impl='c'.*a, b"):
+        pick("op", "c", [unable, able])
+    with pytest.raises(ValueError, match="a: needs a GPU"):
+        pick("op", None, [unable])
+
+
+@partial(jax.jit, static_argnums=1)
+def _plan(sizes, num_rows):
+    """[blocks, 3] of (group, start, end), in the order in which the portable loop visits them; the
+    last row holds how many there are."""
+    starts, ends, blocks = xla._cut(sizes, num_rows)
+
+    def visit(seen, g, start, end):
+        at = seen[-1, 0]
+        return seen.at[at].set(jnp.stack([g, start, end])).at[-1, 0].add(1)
+
+    seen = jnp.zeros((40, 3), jnp.int32)
+    return xla._for_blocks(visit, seen, starts, ends, blocks, num_rows)
+
+
+@pytest.mark.parametrize("num_rows", [20, 9000])
+@given(data=st.data())
+def test_blocks_cover_each_row_once_and_waste_little(num_rows, data):
+    sizes = data.draw(st.lists(st.integers(0, num_rows // 3), min_size=3, max_size=3))
+    plan = np.asarray(_plan(jnp.asarray(sizes, jnp.int32), num_rows))
+    plan, ladder = plan[: plan[-1, 0]], xla._ladder(num_rows, xla._STEP_ROWS)
+    rows = [np.arange(start, end) for _, start, end in plan]
+    assert np.concatenate([np.arange(0), *rows]).tolist() == list(range(sum(sizes)))
+    groups = [[g] * (end - start) for g, start, end in plan]
+    assert sum(groups, []) == np.repeat(np.arange(3), sizes).tolist()
+    padded = [ladder[(end - start > np.asarray(ladder)).sum()] for _, start, end in plan]
+    assert all(size >= len(r) for size, r in zip(padded, rows, strict=True))
+    assert sum(padded) - sum(sizes) < xla._STEP_ROWS * max(np.count_nonzero(sizes), 1)
+
+
+def test_nothing_is_expanded_over_the_groups():
+    """No intermediate of forward or backward is larger than x, y and w: not [G, M, N]."""
+    M, K, N, G = 512, 16, 32, 64
+    x, w, sizes = jnp.ones((M, K)), jnp.ones((G, K, N)), jnp.full((G,), 2, jnp.int32)
+    gradient = jax.grad(lambda x, w: grouped_gemm(x, w, sizes, impl="xla").sum(), (0, 1))
+    program = jax.jit(gradient).lower(x, w).compile()
+    assert program.memory_analysis().temp_size_in_bytes <= 4 * (3 * M * (K + N) + 2 * G * K * N)
+
+
+@pytest.mark.parametrize("impl", ALL)
+def test_inside_scan_and_fully_manual_shard_map(impl):
+    """Two layers in a scan, on eight devices of two axes with rows, matrices and sizes of their
+    own, under check_vma: each device's loss and gradients are those it has alone."""
+    devices, M, D, G = 8, 24, 8, 3
+    rng = np.random.default_rng(7)
+    x = rng.standard_normal((devices, M, D)).astype(np.float32)
+    w = rng.standard_normal((devices, 2, G, D, D)).astype(np.float32)
+    sizes = rng.integers(0, M // G + 1, (devices, G)).astype(np.int32)
+
+    def loss(x, w, sizes):
+        y, _ = jax.lax.scan(lambda x, w: (grouped_gemm(x, w, sizes, impl=impl), None), x, w)
+        return (y * y).sum(), y
+
+    def local(x, w, sizes):
+        (_, y), grads = jax.value_and_grad(loss, (0, 1), has_aux=True)(x[0], w[0], sizes[0])
+        return y[None], grads[0][None], grads[1][None]
+
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    spec = P(("a", "b"))
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=True)
+    found = jax.jit(mapped)(x, w, sizes)
+    alone = jax.jit(local)
+    for i in range(devices):
+        each = (a[i : i + 1] for a in (x, w, sizes))
+        for a, b in zip(found, alone(*each), strict=True):
+            assert max_relative_error(a[i], b[0]) <= 1e-6

@@ -1,0 +1,77 @@
+"""One device against folds: same loss, same gradients, same norm (the covering subset).
+
+The whole list, in float32 and float64, is `make parity` (tests/parity.py).
+"""
+
+from functools import cache
+
+import jax
+import numpy as np
+import pytest
+
+from tests.train.folds import (
+    COVERING,
+    COVERING_64,
+    FOLDS,
+    GRADIENTS,
+    Record,
+    errors,
+    misses,
+    oracle_of,
+    part_of,
+    tiny_run,
+)
+
+
+@cache
+def oracle(case, dtype: str) -> Record:
+    return tiny_run(case, dtype)
+
+
+@pytest.mark.parametrize("name", COVERING)
+def test_a_fold_trains_as_one_device_does(name):
+    case = FOLDS[name]
+    actual, expected = tiny_run(case), oracle(oracle_of(case), "float32")
+    found = errors(actual, expected)
+    assert {"experts", "router", "shared", "dense"} <= set(found)
+    assert not misses(found, "float32"), found
+    for mine, right in zip(actual.moe, expected.moe, strict=True):
+        np.testing.assert_array_equal(mine["load"], right["load"])
+        np.testing.assert_array_equal(mine["bias_max"], right["bias_max"])
+        assert not mine["dropped"].any()
+
+
+@pytest.mark.parametrize("name", COVERING_64)
+def test_a_fold_trains_as_one_device_does_in_float64(name):
+    case = FOLDS[name]
+    with jax.enable_x64(True):
+        found = errors(tiny_run(case, "float64"), oracle(oracle_of(case), "float64"))
+    assert not misses(found, "float64"), found
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients_are_not_ep_times_too_big(name):
+    case = FOLDS[name]
+    actual = tiny_run(case, steps=1).grads
+    expected = oracle(oracle_of(case), "float32").grads
+    sums: dict[str, list[float]] = {}
+    for path, right in jax.tree_util.tree_leaves_with_path(expected):
+        part = sums.setdefault(part_of(jax.tree_util.keystr(path)), [0.0, 0.0])
+        mine = actual
+        for key in path:
+            mine = mine[key.key]
+        part[0] += float(np.vdot(mine, right))
+        part[1] += float(np.vdot(right, right))
+    assert set(sums) == {"experts", "router", "shared", "dense"}
+    for part, (product, square) in sums.items():
+        assert product / square == pytest.approx(1.0, abs=1e-5), part
+
+
+def test_a_wrong_gradient_is_found():
+    """The oracle can fail: a gradient twice too big, or a NaN, is a miss."""
+    case = oracle_of(FOLDS[COVERING[0]])
+    right = oracle(case, "float32")
+    twice = Record(right.losses, right.norms, jax.tree.map(lambda g: 2 * g, right.grads))
+    assert {"experts", "router", "shared", "dense"} <= set(misses(errors(twice, right), "float32"))
+    lost = Record([float("nan")] * 3, right.norms, right.grads)
+    assert {"loss_1", "loss_3"} <= set(misses(errors(lost, right), "float32"))
