@@ -4,11 +4,12 @@
 #   make train                    trains the demo; ARGS="--config.train.steps=20" passes flags on
 #   make test                     every test that a CPU can run; ARGS="-k router" passes flags to pytest
 #   make test-deviceless          tests that run the real GPU compiler, with no GPU (5 GB of tools)
+#   make parity                   every fold against one device, float32 and float64, as a table
 #   make lint                     ruff and the type checker (make typecheck: that alone)
 #   make clean                    removes environments and caches, and keeps runs/
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-deviceless lint typecheck clean
+.PHONY: help train test test-deviceless parity lint typecheck clean
 
 lock := pyproject.toml constraints.txt .ci/venv
 
@@ -25,6 +26,9 @@ test: .venv/.dev
 test-deviceless: .venv-gpu/.dev
 	.venv-gpu/bin/python -m pytest -m deviceless tests $(ARGS) || { status=$$?; \
 	  [ $$status -eq 5 ] && echo "no deviceless test exists yet: nothing was run" || exit $$status; }
+
+parity: .venv/.dev
+	.venv/bin/python -m tests.parity
 
 lint: .venv/.dev
 	.venv/bin/ruff check .

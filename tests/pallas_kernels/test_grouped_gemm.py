@@ -176,19 +176,32 @@ def test_each_row_meets_the_matrix_of_its_group(impl, sizes, K, N):
     _agree(_run(impl, x, w, sizes, dy), _expected(x, w, sizes, dy), jnp.float32, sizes, K, N)
 
 
-def test_sizes_beyond_the_rows_are_an_error_or_a_count():
-    x, w = jnp.ones((10, 4)), jnp.ones((2, 4, 3))
-    for impl in ALL:
-        with pytest.raises(ValueError, match=r"13.*10"):
-            grouped_gemm(x, w, jnp.array([6, 7], jnp.int32), impl=impl)
-        y, flag = jax.jit(
-            lambda sizes, impl=impl: (
-                grouped_gemm(x, w, sizes, impl=impl),
-                overflow_rows(sizes, 10),
-            )
-        )(jnp.array([6, 7], jnp.int32))
-        assert (np.asarray(y) == 4).all() and int(flag) == 3
+@pytest.mark.parametrize("impl", ALL)
+def test_sizes_beyond_the_rows_are_an_error_or_a_count(impl):
+    """Ten rows, thirteen wanted: the last group gets the four that are left."""
+    w = jnp.broadcast_to(jnp.array([1.0, 2.0])[:, None, None], (2, 4, 3))
+    x, dy, sizes = jnp.ones((10, 4)), jnp.ones((10, 3)), jnp.array([6, 7], jnp.int32)
+    with pytest.raises(ValueError, match=r"13.*10"):
+        grouped_gemm(x, w, sizes, impl=impl)
+    for a, wanted in zip(
+        _run(impl, x, w, sizes, dy),
+        ([4] * 6 + [8] * 4, [3] * 6 + [6] * 4, [[6], [4]]),
+        strict=True,
+    ):
+        assert (np.asarray(a) == np.asarray(wanted).reshape(a.shape[0], *(1,) * (a.ndim - 1))).all()
+    assert int(jax.jit(overflow_rows, static_argnums=1)(sizes, 10)) == 3
     assert int(overflow_rows(jnp.array([6, 3], jnp.int32), 10)) == 0
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_bfloat16_sums_in_float32_and_rounds_once(impl):
+    """Each element within half a unit in the last place, 2^-9 of itself; all terms are positive,
+    so float32 adds next to nothing. Several blocks of rows make up one weight gradient."""
+    x, w, sizes, dy = _operands("around the sizes of blocks", jnp.float32)
+    operands = [jnp.abs(a).astype(jnp.bfloat16) for a in (x, w)]
+    operands += [sizes, jnp.abs(dy).astype(jnp.bfloat16)]
+    for a, b in zip(_run(impl, *operands), _expected(*operands), strict=True):
+        assert (np.abs(np.asarray(a).astype(np.float64) - b) <= (2.0**-9 + 2e-5) * b).all()
 
 
 @pytest.mark.parametrize(

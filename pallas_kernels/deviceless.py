@@ -1,0 +1,104 @@
+"""GPUs that are not there, to compile for: topologies and compiler options.
+
+XLA's GPU compiler, assembler included, runs on any x86-64 Linux machine with `jax[cuda13]`
+installed; no GPU, no driver. Set `JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1` before importing jax, and run
+each compile in a child process: a compiler abort takes its process along.
+
+    mesh = Mesh(devices("h100", hosts=1, per_host=8), ("x",))
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        compiled = jax.jit(f).lower(*abstract_args).compile(COMPILER_OPTIONS)
+"""
+
+import dataclasses
+
+from jax.experimental import topologies
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """What the compiler has to know of a GPU (its vendor's data sheet)."""
+
+    name: str
+    capability: tuple[int, int]
+    """Compute capability, major and minor."""
+    cores: int
+    """Streaming multiprocessors."""
+    clock_ghz: float
+    memory_bytes: int
+    memory_bytes_per_s: int
+    l2_bytes: int
+
+
+GPUS = {
+    "h100": Gpu("NVIDIA H100 80GB HBM3", (9, 0), 132, 1.98, 84_942_979_072, 3_352_320_000_000, 52_428_800),
+    "h200": Gpu("NVIDIA H200", (9, 0), 132, 1.98, 151_397_597_184, 4_800_000_000_000, 52_428_800),
+    "b200": Gpu("NVIDIA B200", (10, 0), 148, 1.965, 191_514_411_008, 7_672_320_000_000, 132_644_864),
+    "gb200": Gpu("NVIDIA GB200", (10, 0), 152, 2.062, 197_897_748_480, 7_928_064_000_000, 135_528_448),
+    "gb300": Gpu("NVIDIA GB300", (10, 3), 152, 2.07, 297_021_079_552, 7_928_064_000_000, 135_528_448),
+}  # fmt: skip
+
+# Small all-reduces abort the compiler unless collective kernels are off; a sort asks a GPU that is
+# not there unless CUB's radix sort is.
+COMPILER_OPTIONS = {
+    "xla_gpu_enable_latency_hiding_scheduler": True,
+    "xla_gpu_experimental_use_collective_kernels": "",
+    "xla_gpu_enable_cub_radix_sort": False,
+}
+
+
+def target_config(gpu: Gpu) -> str:
+    """Returns XLA's description of one GPU, a text proto."""
+    major, minor = gpu.capability
+    return f"""
+gpu_device_info {{
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: 233472
+  shared_memory_per_block_optin: 232448
+  threads_per_core_limit: 2048
+  core_count: {gpu.cores}
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  thread_dim_limit_x: 1024
+  thread_dim_limit_y: 1024
+  thread_dim_limit_z: 64
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  memory_bandwidth: {gpu.memory_bytes_per_s}
+  l2_cache_size: {gpu.l2_bytes}
+  clock_rate_ghz: {gpu.clock_ghz}
+  device_memory_size: {gpu.memory_bytes}
+  cuda_compute_capability {{
+    major: {major} minor: {minor} feature_extension: ACCELERATED_FEATURES
+  }}
+  device_vendor: "NVIDIA Corporation"
+  device_address_bits: 64
+  pcie_bandwidth: 64000000000
+  ecc_enabled: true
+  name: "{gpu.name}"
+  driver_version: "13.0.0"
+  runtime_version: "13.0.0"
+  compile_time_toolkit_version: "13.0.0"
+  dnn_version: "9.10.0"
+  device_interconnect_info {{ active_links: 18 }}
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
+device_description_str: "{gpu.name}"
+"""
+
+
+def devices(gpu: str, hosts: int, per_host: int):
+    """Returns compile-only devices of `hosts` x `per_host` GPUs, host-major.
+
+    Raises KeyError for a GPU that `GPUS` does not have.
+    """
+    return topologies.get_topology_desc(
+        platform="cuda",
+        topology_name="",
+        target_config=target_config(GPUS[gpu]),
+        topology=f"1x{hosts}x{per_host}",
+    ).devices
