@@ -23,25 +23,26 @@ from moejax.train.step import TrainConfig
 
 def demo() -> Config:
     """The demo on one device."""
-    router = RouterConfig(aux_coeff=0.01, z_coeff=1e-4)
+    router = RouterConfig(aux_coeff=0.05, z_coeff=1e-4)
     return Config(
         name="demo",
         model=ModelConfig(
             vocab_size=2048,
             dim=256,
             num_layers=4,
+            init_std=0.04,
             attention=AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=64, qk_norm=True),
             moe=MoEConfig(num_experts=16, top_k=2, ffn_dim=256, router=router),
         ),
         precision=PrecisionConfig(compute_dtype="auto"),
         data=DataConfig(vocab_size=2048),
         train=TrainConfig(
-            steps=600, batch_size=16, sequence_length=256, eval_every=100, eval_batches=8
+            steps=1500, batch_size=8, sequence_length=256, eval_every=150, eval_batches=16
         ),
         optimizer=OptimizerConfig(
-            learning_rate=3e-3, warmup_steps=50, schedule="warmup_cosine", final_lr_ratio=0.05
+            learning_rate=1.5e-3, warmup_steps=40, schedule="warmup_cosine", final_lr_ratio=0.02
         ),
-        checkpoint=CheckpointConfig(save_every=200),
+        checkpoint=CheckpointConfig(save_every=500),
     )
 
 

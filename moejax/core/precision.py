@@ -31,8 +31,12 @@ class PrecisionConfig:
                 raise ValueError(f"precision.{field.name}={name!r} is not a floating dtype")
 
     def dtype(self, purpose: str) -> jnp.dtype:
-        """Returns the dtype of "param", "compute", "accum" or "router"."""
-        return jnp.dtype(getattr(self, f"{purpose}_dtype"))
+        """Returns the dtype of "param", "compute", "accum" or "router".
+
+        "auto" that no run has settled (a module used alone) is float32.
+        """
+        name = getattr(self, f"{purpose}_dtype")
+        return jnp.dtype("float32" if name == "auto" else name)
 
 
 def at_least_float32(dtype: jnp.dtype) -> jnp.dtype:

@@ -35,13 +35,14 @@ permute.defvjp(_permute_forward, _permute_backward)
 def _gather_sum(y_SD, slots_TK, weights_TK):
     """One gather per k, added in that order in float32 or wider."""
     wide = jnp.float64 if y_SD.dtype == jnp.float64 else jnp.float32
-    total = None
-    for k in range(slots_TK.shape[1]):
-        part = _take(y_SD, slots_TK[:, k])
-        part = part.astype(wide) if slots_TK.shape[1] > 1 or weights_TK is not None else part
-        if weights_TK is not None:
-            part = part * weights_TK[:, k : k + 1].astype(wide)
-        total = part if total is None else total + part
+
+    def part(k):
+        rows = _take(y_SD, slots_TK[:, k]).astype(wide)
+        return rows if weights_TK is None else rows * weights_TK[:, k : k + 1].astype(wide)
+
+    total = part(0)
+    for k in range(1, slots_TK.shape[1]):
+        total = total + part(k)
     return total.astype(y_SD.dtype)
 
 

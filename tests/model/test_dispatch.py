@@ -97,7 +97,8 @@ def check(name, ep, etp, experts):
     y, slots, grads = compiled(name, ep, etp)(x, experts, weights, w_in, w_out, cotangent)
     y_right, grads_right = oracle(x, experts, weights, w_in, w_out, cotangent)
     assert max_relative_error(y, y_right) < 2e-6
-    for part, mine, right in zip(("x", "weights", "w_in", "w_out"), grads, grads_right, strict=True):
+    names = ("x", "weights", "w_in", "w_out")
+    for part, mine, right in zip(names, grads, grads_right, strict=True):
         if part == "weights":  # a padding slot's weight has no gradient here, and none is read
             mine, right = (jnp.where(experts < E, g, 0.0) for g in (mine, right))
         assert max_relative_error(mine, right) < 5e-6, part

@@ -2,7 +2,7 @@
 
 The tolerance of a sum of n products is 4 sqrt(n) of the dtype's rounding: errors of random signs
 add up as a random walk. bfloat16 results are sums in float32, rounded once: one unit in the last
-place, 2^-8, where two implementations fall on either side of a tie.
+place, at most 2^-7 of a value, where two implementations fall on either side of a tie.
 """
 
 import math
@@ -44,7 +44,7 @@ CASES = {
 
 def _tolerance(dtype, num_terms: int) -> float:
     if dtype == jnp.bfloat16:
-        return 2.0**-8
+        return 2.0**-7
     return 4 * math.sqrt(max(num_terms, 1)) * float(jnp.finfo(dtype).eps)
 
 
@@ -178,30 +178,31 @@ def test_each_row_meets_the_matrix_of_its_group(impl, sizes, K, N):
 
 @pytest.mark.parametrize("impl", ALL)
 def test_sizes_beyond_the_rows_are_an_error_or_a_count(impl):
-    """Ten rows, thirteen wanted: the last group gets the four that are left."""
+    """Forty rows, 76 wanted: the last group gets the 34 that are left."""
     w = jnp.broadcast_to(jnp.array([1.0, 2.0])[:, None, None], (2, 4, 3))
-    x, dy, sizes = jnp.ones((10, 4)), jnp.ones((10, 3)), jnp.array([6, 7], jnp.int32)
-    with pytest.raises(ValueError, match=r"13.*10"):
+    x, dy, sizes = jnp.ones((40, 4)), jnp.ones((40, 3)), jnp.array([6, 70], jnp.int32)
+    with pytest.raises(ValueError, match=r"76.*40"):
         grouped_gemm(x, w, sizes, impl=impl)
     for a, wanted in zip(
         _run(impl, x, w, sizes, dy),
-        ([4] * 6 + [8] * 4, [3] * 6 + [6] * 4, [[6], [4]]),
+        ([4] * 6 + [8] * 34, [3] * 6 + [6] * 34, [[6], [34]]),
         strict=True,
     ):
         assert (np.asarray(a) == np.asarray(wanted).reshape(a.shape[0], *(1,) * (a.ndim - 1))).all()
-    assert int(jax.jit(overflow_rows, static_argnums=1)(sizes, 10)) == 3
+    assert int(jax.jit(overflow_rows, static_argnums=1)(sizes, 40)) == 36
     assert int(overflow_rows(jnp.array([6, 3], jnp.int32), 10)) == 0
 
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_bfloat16_sums_in_float32_and_rounds_once(impl):
-    """Each element within half a unit in the last place, 2^-9 of itself; all terms are positive,
-    so float32 adds next to nothing. Several blocks of rows make up one weight gradient."""
+    """Each element is within half a unit in the last place; all terms are positive, so float32 adds
+    next to nothing to that. Several blocks of rows make up one weight gradient."""
     x, w, sizes, dy = _operands("around the sizes of blocks", jnp.float32)
     operands = [jnp.abs(a).astype(jnp.bfloat16) for a in (x, w)]
     operands += [sizes, jnp.abs(dy).astype(jnp.bfloat16)]
     for a, b in zip(_run(impl, *operands), _expected(*operands), strict=True):
-        assert (np.abs(np.asarray(a).astype(np.float64) - b) <= (2.0**-9 + 2e-5) * b).all()
+        half_unit = 2.0 ** (np.frexp(b)[1] - 9)
+        assert (np.abs(np.asarray(a).astype(np.float64) - b) <= half_unit + 1e-5 * b).all()
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Permutation: every implementation against the reference, and the reference against numpy.
 
 A gathered row is a copy, so permute is exact. A sum of K rows carries K roundings of float32, and
-one of bfloat16 where that is the dtype (2^-8: the two may round a tie apart).
+one of bfloat16 where that is the dtype (2^-7: the two may round a tie apart).
 """
 
 from functools import partial
@@ -19,7 +19,7 @@ from tests.oracle import max_relative_error
 
 IMPLS = ["xla"]
 ALL = ["reference", *IMPLS]
-TOLERANCE = {"float32": 1e-6, "float64": 2e-15, "bfloat16": 2.0**-8}
+TOLERANCE = {"float32": 1e-6, "float64": 2e-15, "bfloat16": 2.0**-7}
 
 
 def _routing(T: int, K: int, E: int, seed: int):
