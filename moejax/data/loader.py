@@ -54,7 +54,7 @@ class TrainBatches(Iterator[Batch]):
         self, sources: tuple[PackedRows, ...], weights: tuple[float, ...], share: _Share, seed: int
     ) -> None:
         # grain keeps a mixture's proportions to about 1 %.
-        each = [grain.MapDataset.range(_ENDLESS).map(rows.__getitem__) for rows in sources]
+        each = [grain.MapDataset.range(_ENDLESS).map(rows.shuffled) for rows in sources]
         mixture = grain.MapDataset.mix(each, weights)
         self._row = cast(Callable[[int], Batch], mixture.__getitem__)
         self._share = share

@@ -31,7 +31,7 @@ class PackedRows:
     """Endless rows of a token set: row n is row n % rows_per_epoch of epoch n // rows_per_epoch.
 
     Every epoch has the same number of rows, so any row is found by two binary searches. Holds the
-    document orders of the last two epochs (16 bytes a document each). Safe to index from threads.
+    orders of the last two epochs (16 bytes a document, 8 a row). Safe to index from threads.
     """
 
     def __init__(self, token_set: TokenSet, *, length: int, seed: int) -> None:
@@ -42,13 +42,13 @@ class PackedRows:
         self.length = length
         self.seed = seed
         self.rows_per_epoch = -(-token_set.tokens.size // length)
-        self._orders: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._orders: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
         self._lock = threading.Lock()
 
     def __getitem__(self, number: int) -> Batch:
         """The four arrays of row `number`, each int32 [length]."""
         epoch, row = divmod(number, self.rows_per_epoch)
-        documents, ends = self._order(epoch)
+        documents, ends, _ = self._order(epoch)
         start, stop = row * self.length, min((row + 1) * self.length, int(ends[-1]))
         out = self.padding()
         first = int(np.searchsorted(ends, start, side="right"))
@@ -68,6 +68,14 @@ class PackedRows:
             out["positions"][piece] = np.arange(size, dtype=np.int32)
         return out
 
+    def shuffled(self, number: int) -> Batch:
+        """Row `number` of the same epochs with the rows of each in an order of their own.
+
+        Neighbouring rows are mostly of one document: a batch of them is worth little more than one.
+        """
+        epoch, place = divmod(number, self.rows_per_epoch)
+        return self[epoch * self.rows_per_epoch + int(self._order(epoch)[2][place])]
+
     def padding(self) -> Batch:
         """A row in which nothing is seen and nothing is predicted."""
         zeros = {name: np.zeros(self.length, np.int32) for name in ("tokens", "segment_ids")}
@@ -76,27 +84,28 @@ class PackedRows:
             "positions": np.zeros(self.length, np.int32),
         }
 
-    def _order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """The epoch's documents in order, and where each one ends in it."""
+    def _order(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The epoch's documents in order, where each one ends in it, and its rows shuffled."""
         with self._lock:
             if epoch not in self._orders:
                 offsets = self.token_set.offsets
-                documents = document_order(offsets.size - 1, seed=self.seed, epoch=epoch)
+                documents = draw_order(offsets.size - 1, seed=self.seed, epoch=epoch)
                 ends = np.cumsum(np.diff(offsets)[documents])
                 while len(self._orders) > 1:
                     self._orders.pop(next(iter(self._orders)))
-                self._orders[epoch] = documents, ends
+                rows = draw_order(self.rows_per_epoch, seed=mix_seed(self.seed, 1), epoch=epoch)
+                self._orders[epoch] = documents, ends, rows
             return self._orders[epoch]
 
 
-def document_order(num_documents: int, *, seed: int, epoch: int) -> Int64[np.ndarray, " D"]:
-    """A permutation drawn from (seed, epoch): documents sorted by a hash.
+def draw_order(count: int, *, seed: int, epoch: int) -> Int64[np.ndarray, " N"]:
+    """A permutation of 0 .. count-1 drawn from (seed, epoch): the numbers sorted by a hash.
 
     The hash is spelled out because numpy promises no stable stream between its versions, and a run
     must find the same order after an upgrade.
     """
-    start = mix_seed(mix_seed(seed, epoch), num_documents)
-    hashes = _splitmix64(np.arange(num_documents, dtype=np.uint64) + np.uint64(start))
+    start = mix_seed(mix_seed(seed, epoch), count)
+    hashes = _splitmix64(np.arange(count, dtype=np.uint64) + np.uint64(start))
     return np.argsort(hashes, kind="stable")
 
 

@@ -109,10 +109,17 @@ def _sum_micro_grads(layout: Layout, weights, buffers, batch: Batch, precision: 
         counts = Counts(*counted, tokens, num_micro)
         return micro_loss(layout.model(weights, buffers), micro, counts)
 
-    def add(grads, micro):
-        (_, aux), new = jax.value_and_grad(loss, has_aux=True)(weights, micro)
-        return jax.tree.map(lambda g, n: g + n.astype(accum), grads, new), aux
+    def of_micro(micro):
+        (_, aux), grads = jax.value_and_grad(loss, has_aux=True)(weights, micro)
+        return jax.tree.map(lambda g: g.astype(accum), grads), aux
 
+    def add(total, micro):
+        grads, aux = of_micro(micro)
+        return jax.tree.map(jnp.add, total, grads), aux
+
+    if batch["tokens"].shape[0] == 1:  # one that is alone pays for no sum
+        grads, (nll, auxes) = of_micro(jax.tree.map(lambda a: a[0], batch))
+        return grads, nll, auxes
     zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, accum), weights)
     grads, (nll_m, auxes_m) = jax.lax.scan(add, collectives.vary(zeros, fold.all), batch)
     return grads, nll_m.sum(), jax.tree.map(lambda a: a.sum(axis=0), auxes_m)

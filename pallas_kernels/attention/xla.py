@@ -1,13 +1,19 @@
 """Causal attention by blocks with an online softmax (Milakov and Gimelshein, 2018), and a backward
 that recomputes the scores from the log-sum-exp (Dao et al., 2022): memory linear in the length.
 
-    grid      query blocks x key blocks; those above the diagonal or left of the window are skipped
-    forward   running maximum m and sum l of each row, out rescaled as m grows
+    loops     chunks of the batch, then query blocks, then the keys that a query block sees: what
+              lies above the diagonal or left of the window is never visited
+    forward   (peak, total, out) of each range of keys, joined as they come
     backward  p = exp(s - lse); ds = p * (dp - sum(do * out) + dlse); dq, dk, dv from ds and p
 
-Arrays are held as [B*G, blocks, R*block, width] (R query heads share a key head), so that each
-block is one batched product. FLOPs: 4*B*N*L*S*H forward, half of it skipped when causal; backward
-2.5 times that. On two Zen 5 cores a block of 256 is the best of 128, 256, 512.
+A row of few query blocks is unrolled, each block with one static range of keys; a longer one loops
+over query blocks and, inside, over key blocks. Products are batched over [c*G, R*rows, width] (c
+rows of the batch, R query heads to a key head) in the forms that XLA:CPU runs fast in bfloat16: no
+product sums over rows, so dk and dv are kept transposed and q and do are turned instead. The
+barriers keep XLA from fusing across a product, which recomputes the mask for every head, or turns
+a fast product into a slow one.
+
+FLOPs: 4*B*N*L*S*H forward, half of it skipped when causal; backward 2.5 times that.
 """
 
 from functools import partial
@@ -19,23 +25,38 @@ from jax import lax
 
 from pallas_kernels.attention.reference import NOTHING, visible
 
-BLOCK = 256
+ROWS = 128  # queries of a block
+KEYS = 512  # keys of a block, where the keys are looped over
+FEW = 8  # query blocks that are unrolled
+SCORES = {"cpu": 2**19}  # scores held at once decide the chunk of the batch: 2 MiB, a core's cache
+SCORES_ELSEWHERE = 2**26
+FLOOR = NOTHING / 2  # exp(NOTHING - FLOOR) is 0, where exp(NOTHING - NOTHING) would be 1
 
 
 class _Plan(NamedTuple):
     """Static facts of one call."""
 
-    G: int
-    R: int
-    L: int
-    S: int
+    batch: int
+    """Rows of the batch worked on at once; divides B."""
     rows: int
-    """Query rows of a block."""
+    """Queries of a block; divides the padded L."""
     keys: int
-    """Keys of a block."""
+    """Keys of a block; divides the padded S. All of them if the key blocks are not looped over."""
+    looped: bool
+    offset: int
+    """Query i sees keys up to i + offset."""
     window: int | None
     scale: float
-    packed: bool
+
+
+def _plan(B: int, L: int, S: int, N: int, window: int | None, scale: float) -> _Plan:
+    count = -(-L // ROWS)
+    rows = L if count == 1 else -(-L // count // 16) * 16
+    looped = count > FEW or rows * S > 2 * FEW * ROWS**2
+    keys = min(KEYS, S) if looped else S
+    room = SCORES.get(jax.default_backend(), SCORES_ELSEWHERE) // (N * rows * keys)
+    batch = max(size for size in range(1, B + 1) if B % size == 0 and size <= max(room, 1))
+    return _Plan(batch, rows, keys, looped, S - L, window, scale)
 
 
 def _wide(dtype):
@@ -45,165 +66,173 @@ def _wide(dtype):
 def _dot(a, b, contract: tuple[int, int]):
     """Batched product over dim 0, summed in float32 or wider."""
     dims = (((contract[0],), (contract[1],)), ((0,), (0,)))
-    return lax.dot_general(a, b, dims, preferred_element_type=_wide(a.dtype))
+    product = lax.dot_general(a, b, dims, preferred_element_type=_wide(a.dtype))
+    return lax.optimization_barrier(product)
 
 
-def _pad(x, length: int):
-    return jnp.pad(x, ((0, 0), (0, length - x.shape[1]), *((0, 0),) * (x.ndim - 2)))
+def _turned(x):
+    """The last two dims swapped, in memory too (the barrier keeps the product from undoing it)."""
+    return lax.optimization_barrier(x[:, None].swapaxes(2, 3))[:, 0]
 
 
-def _blocks_of_queries(x_BLNW, plan: _Plan):
-    """[B, L, N, W] -> [blocks, B*G, R*rows, W]."""
-    B, _, N, W = x_BLNW.shape
-    count = -(-plan.L // plan.rows)
-    x = _pad(x_BLNW, count * plan.rows).reshape(B, count, plan.rows, plan.G, plan.R, W)
-    return x.transpose(1, 0, 3, 4, 2, 5).reshape(count, B * plan.G, plan.R * plan.rows, W)
+def _cut(x, start, size: int, axis: int = 1):
+    return lax.dynamic_slice_in_dim(x, start, size, axis)
 
 
-def _queries_of_blocks(x, B: int, plan: _Plan):
-    """The inverse of `_blocks_of_queries`."""
-    count, W = x.shape[0], x.shape[-1]
-    x = x.reshape(count, B, plan.G, plan.R, plan.rows, W).transpose(1, 0, 4, 2, 3, 5)
-    return x.reshape(B, count * plan.rows, plan.G * plan.R, W)[:, : plan.L]
+def _heads_first(x, G: int):
+    """[c, l, N, W] -> [c*G, R*l, W]."""
+    c, length, N, W = x.shape
+    x = x.reshape(c, length, G, N // G, W).transpose(0, 2, 3, 1, 4)
+    return x.reshape(c * G, N // G * length, W)
 
 
-def _blocks_of_keys(x_BSGW, plan: _Plan):
-    """[B, S, G, W] -> [blocks, B*G, keys, W]."""
-    B, _, G, W = x_BSGW.shape
-    count = -(-plan.S // plan.keys)
-    x = _pad(x_BSGW, count * plan.keys).reshape(B, count, plan.keys, G, W)
-    return x.transpose(1, 0, 3, 2, 4).reshape(count, B * G, plan.keys, W)
+def _heads_last(x, c: int, length: int):
+    """The inverse of `_heads_first`."""
+    G, R, W = x.shape[0] // c, x.shape[1] // length, x.shape[2]
+    return x.reshape(c, G, R, length, W).transpose(0, 3, 1, 2, 4).reshape(c, length, G * R, W)
 
 
-def _keys_of_blocks(x, B: int, plan: _Plan):
-    """The inverse of `_blocks_of_keys`."""
-    count, W = x.shape[0], x.shape[-1]
-    x = x.reshape(count, B, plan.G, plan.keys, W).transpose(1, 0, 3, 2, 4)
-    return x.reshape(B, count * plan.keys, plan.G, W)[:, : plan.S]
+def _bias(ids, row0, key0, size: int, plan: _Plan, wide):
+    """[c or 1, 1, rows, size]: 0 where the query sees the key, else NOTHING."""
+    rows = row0 + jnp.arange(plan.rows, dtype=jnp.int32)
+    keys = key0 + jnp.arange(size, dtype=jnp.int32)
+    if ids is not None:
+        ids = _cut(ids[0], row0, plan.rows), _cut(ids[1], key0, size)
+    seen = visible(rows, keys, ids, plan.window, plan.offset)
+    return lax.optimization_barrier(jnp.where(seen, 0, NOTHING).astype(wide))[:, None]
 
 
-def _blocks_of_ids(segment_ids, plan: _Plan):
-    """([blocks, B, rows], [blocks, B, keys]): the padded segment ids."""
-
-    def cut(ids, size):
-        count = -(-ids.shape[1] // size)
-        return _pad(ids, count * size).reshape(ids.shape[0], count, size).swapaxes(0, 1)
-
-    return cut(segment_ids[0], plan.rows), cut(segment_ids[1], plan.keys)
+def _scores(q, k, bias, c: int, plan: _Plan):
+    """[c, N, rows, size] of q [c*G, R*rows, H] and k [c*G, size, H]."""
+    return _dot(q, k, (2, 2)).reshape(c, -1, *bias.shape[2:]) * plan.scale + bias
 
 
-def _mask(i, j, ids_rows, ids_keys, plan: _Plan):
-    """[B*G, R*rows, keys]: what query block i sees of key block j."""
-    rows = i * plan.rows + jnp.arange(plan.rows, dtype=jnp.int32)
-    keys = j * plan.keys + jnp.arange(plan.keys, dtype=jnp.int32)
-    ids = (ids_rows, ids_keys) if plan.packed else None
-    seen = visible(rows, keys, ids, plan.window, plan.S - plan.L) & (keys < plan.S)[None, None]
-    B = ids_rows.shape[0]
-    shape = (B, plan.G, plan.R, plan.rows, plan.keys)
-    return jnp.broadcast_to(seen[:, None, None], shape).reshape(
-        B * plan.G, plan.R * plan.rows, plan.keys
-    )
+def _over_keys(i, S: int, plan: _Plan, step, carry):
+    """Folds carry = step(carry, first key, size) over the keys that query block i sees any of.
+
+    Unrolled, i is an int, there is one step, and it gets None for the carry.
+    """
+    first_key = 0 if plan.window is None else i * plan.rows + plan.offset - plan.window + 1
+    end_key = (i + 1) * plan.rows + plan.offset
+    if not plan.looped:
+        first_key = max(first_key, 0)
+        return step(None, first_key, min(end_key, S) - first_key)
+    first = jnp.maximum(jnp.int32(first_key), 0) // plan.keys
+    end = jnp.minimum((end_key - 1) // plan.keys + 1, S // plan.keys)
+    return lax.fori_loop(first, end, lambda j, c: step(c, j * plan.keys, plan.keys), carry)
 
 
-def _key_blocks(i, plan: _Plan):
-    """(first, end) key block that query block i sees anything of."""
-    last_row = jnp.minimum((i + 1) * plan.rows, plan.L) - 1 + plan.S - plan.L
-    end = last_row // plan.keys + 1
-    if plan.window is None:
-        return jnp.zeros_like(end), end
-    first_key = i * plan.rows + plan.S - plan.L - plan.window + 1
-    return jnp.maximum(first_key, 0) // plan.keys, end
+def _join(a, b):
+    """The (peak, total, out) of two sets of keys together."""
+    peak = jnp.maximum(a[0], b[0])
+    of_a, of_b = jnp.exp(a[0] - peak), jnp.exp(b[0] - peak)
+    return peak, a[1] * of_a + b[1] * of_b, a[2] * of_a + b[2] * of_b
 
 
-def _scores(q, k, seen, plan: _Plan):
-    return jnp.where(seen, _dot(q, k, (2, 2)) * plan.scale, NOTHING)
+def _forward_chunk(q, k, v, ids, sinks, plan: _Plan):
+    """Returns (out [c, L, N, V], lse [c, L, N])."""
+    (c, L, N, _), (S, G) = q.shape, k.shape[1:3]
+    wide = _wide(q.dtype)
+    k, v = _heads_first(k, G), _heads_first(v, G)
 
+    def part(q_i, row0, key0, size):
+        bias = _bias(ids, row0, key0, size, plan, wide)
+        s = _scores(q_i, _cut(k, key0, size), bias, c, plan)
+        peak = jnp.maximum(s.max(axis=-1, keepdims=True), FLOOR)
+        p = jnp.exp(s - peak)
+        total = p.sum(axis=-1, keepdims=True)
+        p = p.astype(v.dtype).reshape(c * G, -1, size)
+        out = _dot(p, _cut(v, key0, size), (2, 1))
+        return peak.reshape(c * G, -1, 1), total.reshape(c * G, -1, 1), out
 
-def _forward_blocks(q, k, v, ids_rows, ids_keys, sink, plan: _Plan):
-    """Returns (out, lse) by query block: [blocks, B*G, R*rows, V] and [..., 1], wide."""
+    def query_block(carry, i):
+        row0 = i * plan.rows
+        q_i = _heads_first(_cut(q, row0, plan.rows), G)
+        zero = q_i[..., :1].astype(wide) * 0  # a carry starts as varying as it ends
+        start = zero + FLOOR, zero, zero + jnp.zeros((1, 1, v.shape[-1]), wide)
 
-    def query_block(_, at):
-        i, q_i, ids_i = at
-        first, end = _key_blocks(i, plan)
-        zero = q_i[..., :1].astype(_wide(q_i.dtype)) * 0  # a carry starts as varying as it ends
-        peak = zero + (NOTHING if sink is None else sink)
-        total = zero + (0.0 if sink is None else 1.0)
-        out = zero + jnp.zeros((1, 1, v.shape[-1]), zero.dtype)
+        def step(so_far, key0, size):
+            new = part(q_i, row0, key0, size)
+            return new if so_far is None else _join(so_far, new)
 
-        def key_block(j, carry):
-            peak, total, out = carry
-            k_j, v_j, ids_j = (lax.dynamic_index_in_dim(a, j, 0, False) for a in (k, v, ids_keys))
-            seen = _mask(i, j, ids_i, ids_j, plan)
-            s = _scores(q_i, k_j, seen, plan)
-            new_peak = jnp.maximum(peak, s.max(axis=-1, keepdims=True))
-            p = jnp.where(seen, jnp.exp(s - new_peak), 0)
-            shrink = jnp.exp(peak - new_peak)
-            total = total * shrink + p.sum(axis=-1, keepdims=True)
-            out = out * shrink + _dot(p.astype(v_j.dtype), v_j, (2, 1))
-            return new_peak, total, out
-
-        peak, total, out = lax.fori_loop(first, end, key_block, (peak, total, out))
+        peak, total, out = _over_keys(i, S, plan, step, start)
+        if sinks is not None:
+            sink = jnp.broadcast_to(sinks.astype(wide)[None, None, :, None], (c, plan.rows, N, 1))
+            sink = _heads_first(sink, G)
+            peak, total, out = _join((peak, total, out), (sink, zero + 1, out * 0))
         empty = total == 0
         total = jnp.where(empty, 1, total)
-        return None, (out / total, jnp.where(empty, NOTHING, peak + jnp.log(total)))
+        out = (out / total).astype(q.dtype)
+        lse = jnp.where(empty, NOTHING, peak + jnp.log(total))
+        return carry, tuple(_heads_last(a, c, plan.rows) for a in (out, lse))
 
-    count = jnp.arange(q.shape[0], dtype=jnp.int32)
-    return lax.scan(query_block, None, (count, q, ids_rows))[1]
-
-
-def _backward_blocks(q, k, v, ids_rows, ids_keys, lse, do, correction, plan: _Plan):
-    """Returns (dq, dk, dv) by blocks, wide. `correction` is sum(do * out) - dlse, [..., 1]."""
-    keys = jnp.arange(k.shape[0], dtype=jnp.int32)
-    zero_k = (k[0] * 0).astype(_wide(k.dtype))
-    zero_v = (v[0] * 0).astype(_wide(v.dtype))
-
-    def key_block(dq, at):
-        j, k_j, v_j, ids_j = at
-
-        def query_block(i, carry):
-            dq, dk, dv = carry
-            q_i, ids_i, lse_i, do_i, correction_i, dq_i = (
-                lax.dynamic_index_in_dim(a, i, 0, False)
-                for a in (q, ids_rows, lse, do, correction, dq)
-            )
-            first, end = _key_blocks(i, plan)
-
-            def work(dq_i, dk, dv):
-                seen = _mask(i, j, ids_i, ids_j, plan)
-                p = jnp.where(seen, jnp.exp(_scores(q_i, k_j, seen, plan) - lse_i), 0)
-                ds = p * (_dot(do_i, v_j, (2, 2)) - correction_i) * plan.scale
-                p, ds = p.astype(q_i.dtype), ds.astype(q_i.dtype)
-                dk = dk + _dot(ds, q_i, (1, 1))
-                dv = dv + _dot(p, do_i, (1, 1))
-                return dq_i + _dot(ds, k_j, (2, 1)), dk, dv
-
-            skip = lambda *same: same  # noqa: E731
-            dq_i, dk, dv = lax.cond((first <= j) & (j < end), work, skip, dq_i, dk, dv)
-            return lax.dynamic_update_index_in_dim(dq, dq_i, i, 0), dk, dv
-
-        dq, dk, dv = lax.fori_loop(0, q.shape[0], query_block, (dq, zero_k, zero_v))
-        return dq, (dk, dv)
-
-    dq = (q * 0).astype(_wide(q.dtype))
-    dq, (dk, dv) = lax.scan(key_block, dq, (keys, k, v, ids_keys))
-    return dq, dk, dv
+    _, (out, lse) = _over_queries(query_block, None, L, plan)
+    return out, lse[..., 0]
 
 
-def _prepared(q_BLNH, k_BSGH, v_BSGV, segment_ids, sinks, plan: _Plan):
-    sink = None
-    if sinks is not None:  # [1 * G, R * rows, 1], repeated over B
-        per_head = sinks.astype(_wide(q_BLNH.dtype)).reshape(1, plan.G, plan.R, 1, 1)
-        shape = (q_BLNH.shape[0], plan.G, plan.R, plan.rows, 1)
-        sink = jnp.broadcast_to(per_head, shape).reshape(-1, plan.R * plan.rows, 1)
-    ids_rows, ids_keys = _blocks_of_ids(segment_ids, plan)
-    return (
-        _blocks_of_queries(q_BLNH, plan),
-        _blocks_of_keys(k_BSGH, plan),
-        _blocks_of_keys(v_BSGV, plan),
-        ids_rows,
-        ids_keys,
-        sink,
-    )
+def _over_queries(f, carry, L: int, plan: _Plan):
+    """(carry, results joined along axis 1) of carry, result = f(carry, i) over the query blocks."""
+    count = L // plan.rows
+    if plan.looped:
+        carry, results = lax.scan(f, carry, jnp.arange(count, dtype=jnp.int32))
+        join = lambda x: x.swapaxes(0, 1).reshape(x.shape[1], L, *x.shape[3:])  # noqa: E731
+        return carry, jax.tree.map(join, results)
+    parts = []
+    for i in range(count):
+        carry, result = f(carry, i)
+        parts.append(result)
+    return carry, jax.tree.map(lambda *part: jnp.concatenate(part, axis=1), *parts)
+
+
+def _backward_chunk(q, k, v, ids, lse, do, correction, plan: _Plan):
+    """Returns (dq, dk, dv). `correction` is sum(do * out) - dlse, [c, L, N]."""
+    (c, L, N, H), (S, G) = q.shape, k.shape[1:3]
+    wide, narrow = _wide(q.dtype), k.dtype
+    k, v = _heads_first(k, G), _heads_first(v, G)
+
+    def query_block(carry, i):
+        row0 = i * plan.rows
+        q_i, do_i, lse_i, correction_i = (
+            _heads_first(_cut(x, row0, plan.rows), G)
+            for x in (q, do, lse[..., None], correction[..., None])
+        )
+        q_turned, do_turned = _turned(q_i), _turned(do_i)
+        lse_i, correction_i = (x.reshape(c, N, plan.rows, 1) for x in (lse_i, correction_i))
+
+        def step(so_far, key0, size):
+            dq, dk, dv = (None, *carry) if so_far is None else so_far
+            def add(whole, new):
+                return lax.dynamic_update_slice_in_dim(
+                    whole, _cut(whole, key0, size, 2) + new, key0, 2
+                )
+
+            k_j, v_j = _cut(k, key0, size), _cut(v, key0, size)
+            bias = _bias(ids, row0, key0, size, plan, wide)
+            p = jnp.exp(_scores(q_i, k_j, bias, c, plan) - lse_i)
+            dp = _dot(do_i, v_j, (2, 2)).reshape(p.shape)
+            ds = p * ((dp - correction_i) * plan.scale)
+            ds, p = (x.astype(narrow).reshape(c * G, -1, size) for x in (ds, p))
+            dq_j = _dot(ds, k_j, (2, 1))
+            dq = dq_j if dq is None else dq + dq_j
+            return dq, add(dk, _dot(q_turned, ds, (2, 1))), add(dv, _dot(do_turned, p, (2, 1)))
+
+        dq, dk, dv = _over_keys(i, S, plan, step, (q_i.astype(wide) * 0, *carry))
+        return (dk, dv), _heads_last(dq.astype(narrow), c, plan.rows)
+
+    zero = k[:, :1, :1].astype(wide) * 0  # a carry starts as varying as it ends
+    start = tuple(zero + jnp.zeros((1, x.shape[-1], S), wide) for x in (k, v))
+    turned, dq = _over_queries(query_block, start, L, plan)
+    narrowed = (lax.optimization_barrier(x.astype(narrow)).swapaxes(1, 2) for x in turned)
+    return dq, *(_heads_last(x, c, S) for x in narrowed)
+
+
+def _over_batch(f, arguments, size: int):
+    """f over chunks of `size` rows of the batch."""
+    B = arguments[0].shape[0]
+    if size == B:
+        return f(arguments)
+    split = jax.tree.map(lambda x: x.reshape(B // size, size, *x.shape[1:]), arguments)
+    return jax.tree.map(lambda x: x.reshape(B, *x.shape[2:]), lax.map(f, split))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
@@ -212,45 +241,45 @@ def _attend(q, k, v, segment_ids, sinks, plan):
 
 
 def _attend_forward(q, k, v, segment_ids, sinks, plan):
-    out, lse = _forward_blocks(*_prepared(q, k, v, segment_ids, sinks, plan), plan)
-    B = q.shape[0]
-    out = _queries_of_blocks(out.astype(q.dtype), B, plan)
-    lse = _queries_of_blocks(lse, B, plan)[..., 0]
+    chunk = lambda arrays: _forward_chunk(*arrays, sinks, plan)  # noqa: E731
+    out, lse = _over_batch(chunk, (q, k, v, segment_ids), plan.batch)
     return (out, lse), (q, k, v, segment_ids, sinks, out, lse)
 
 
 def _attend_backward(plan, saved, cotangents):
     q, k, v, segment_ids, sinks, out, lse = saved
     do, dlse = cotangents
-    wide, B = _wide(q.dtype), q.shape[0]
+    wide = _wide(q.dtype)
     correction = (do.astype(wide) * out.astype(wide)).sum(axis=-1) - dlse
-    qb, kb, vb, ids_rows, ids_keys, _ = _prepared(q, k, v, segment_ids, None, plan)
-    columns = (_blocks_of_queries(a[..., None], plan) for a in (lse, correction))
-    lse_b, correction_b = columns
-    do_b = _blocks_of_queries(do, plan)
-    dq, dk, dv = _backward_blocks(qb, kb, vb, ids_rows, ids_keys, lse_b, do_b, correction_b, plan)
+    chunk = lambda arrays: _backward_chunk(*arrays, plan)  # noqa: E731
+    arrays = (q, k, v, segment_ids, jnp.maximum(lse, FLOOR), do, correction)
+    dq, dk, dv = _over_batch(chunk, arrays, plan.batch)
     dsinks = None
     if sinks is not None:
         share = jnp.exp(sinks.astype(wide)[None, None] - lse)
         dsinks = -(share * correction).sum(axis=(0, 1)).astype(sinks.dtype)
-    return (
-        _queries_of_blocks(dq, B, plan).astype(q.dtype),
-        _keys_of_blocks(dk, B, plan).astype(k.dtype),
-        _keys_of_blocks(dv, B, plan).astype(v.dtype),
-        None,
-        dsinks,
-    )
+    return dq, dk, dv, None, dsinks
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
+def _pad(x, size: int):
+    """Dim 1 padded with zeros to a multiple of `size`."""
+    missing = -x.shape[1] % size
+    return jnp.pad(x, ((0, 0), (0, missing), *((0, 0),) * (x.ndim - 2))) if missing else x
+
+
 def attention(q_BLNH, k_BSGH, v_BSGV, segment_ids, window, sinks, scale):
-    """See the package."""
-    (B, L, N, _), (S, G) = q_BLNH.shape, k_BSGH.shape[1:3]
-    plan = _Plan(
-        G, N // G, L, S, min(BLOCK, L), min(BLOCK, S), window, scale, segment_ids is not None
-    )
-    if segment_ids is None:
-        segment_ids = (jnp.ones((B, L), jnp.int32), jnp.ones((B, S), jnp.int32))
-    return _attend(q_BLNH, k_BSGH, v_BSGV, segment_ids, sinks, plan)
+    """See the package.
+
+    The padding needs no mask: a true query never sees a key from S on, and a padded query has no
+    cotangent.
+    """
+    (B, L, N, _), S = q_BLNH.shape, k_BSGH.shape[1]
+    plan = _plan(B, L, S, N, window, scale)
+    if segment_ids is not None:
+        segment_ids = _pad(segment_ids[0], plan.rows), _pad(segment_ids[1], plan.keys)
+    q, k, v = _pad(q_BLNH, plan.rows), _pad(k_BSGH, plan.keys), _pad(v_BSGV, plan.keys)
+    out, lse = _attend(q, k, v, segment_ids, sinks, plan)
+    return out[:, :L], lse[:, :L]

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moejax.data.pack import PackedRows, document_order
+from moejax.data.pack import PackedRows, draw_order
 from moejax.data.token_set import TokenSet
 
 EOS = 0
@@ -54,7 +54,7 @@ def slow_rows(documents, order, length):
 def test_the_worked_example():
     a, b, c, d, e, x, y = range(1, 8)
     rows = PackedRows(token_set([[a, b, c, d, e], [x, y]]), length=4, seed=0)
-    rows._orders[0] = (np.array([0, 1]), np.array([6, 9]))  # unshuffled
+    rows._orders[0] = (np.array([0, 1]), np.array([6, 9]), np.arange(3))  # unshuffled
     assert rows.rows_per_epoch == 3
     got = {name: [rows[i][name].tolist() for i in range(3)] for name in rows[0]}
     assert got == {
@@ -75,7 +75,7 @@ def test_the_worked_example():
 def test_every_row_is_as_defined(lengths, length, seed, epoch):
     documents = numbered(lengths)
     rows = PackedRows(token_set(documents), length=length, seed=seed)
-    order = document_order(len(documents), seed=seed, epoch=epoch)
+    order = draw_order(len(documents), seed=seed, epoch=epoch)
     expected = slow_rows(documents, order, length)
     assert rows.rows_per_epoch == len(expected)
     for i, row in enumerate(expected):
@@ -108,7 +108,7 @@ def test_rows_are_the_same_in_any_order_of_asking():
 
 def test_document_order_is_a_permutation_that_depends_on_seed_and_epoch():
     orders = {
-        (seed, epoch): tuple(document_order(1000, seed=seed, epoch=epoch))
+        (seed, epoch): tuple(draw_order(1000, seed=seed, epoch=epoch))
         for seed in (0, 1, 2**40)
         for epoch in range(3)
     }
@@ -118,9 +118,20 @@ def test_document_order_is_a_permutation_that_depends_on_seed_and_epoch():
         moved = np.abs(np.array(order) - np.arange(1000)).mean()
         assert 300 < moved < 370  # a uniform permutation: 333
     # Frozen: a checkpoint of today must find the same rows tomorrow.
-    assert document_order(8, seed=0, epoch=0).tolist() == [5, 0, 2, 3, 6, 1, 7, 4]
+    assert draw_order(8, seed=0, epoch=0).tolist() == [5, 0, 2, 3, 6, 1, 7, 4]
 
 
 def test_refuses_rows_that_predict_nothing():
     with pytest.raises(ValueError, match="a row of 1 tokens has nothing to learn"):
         PackedRows(token_set([[1]]), length=1, seed=0)
+
+
+def test_shuffled_rows_are_the_rows_of_the_epoch_in_another_order():
+    rows = PackedRows(token_set([[1] * 9, [2] * 11, [3] * 20]), length=4, seed=3)
+    count = rows.rows_per_epoch
+    for epoch in (0, 1):
+        numbers = range(epoch * count, (epoch + 1) * count)
+        plain = [rows[n]["tokens"].tolist() for n in numbers]
+        shuffled = [rows.shuffled(n)["tokens"].tolist() for n in numbers]
+        assert sorted(plain) == sorted(shuffled)
+        assert plain != shuffled
