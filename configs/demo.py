@@ -37,7 +37,7 @@ def demo() -> Config:
         precision=PrecisionConfig(compute_dtype="auto"),
         data=DataConfig(vocab_size=2048),
         train=TrainConfig(
-            steps=1500, batch_size=8, sequence_length=256, eval_every=150, eval_batches=16
+            steps=1200, batch_size=8, sequence_length=256, eval_every=150, eval_batches=16
         ),
         optimizer=OptimizerConfig(
             learning_rate=1.5e-3, warmup_steps=40, schedule="warmup_cosine", final_lr_ratio=0.02

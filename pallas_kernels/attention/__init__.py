@@ -38,6 +38,11 @@ def attention(
             f"attention takes q [B, L, N, H], k [B, S, G, H], v [B, S, G, V], N a multiple of G "
             f"and S >= L; got {q_BLNH.shape}, {k_BSGH.shape}, {v_BSGV.shape}"
         )
+    if not q_BLNH.dtype == k_BSGH.dtype == v_BSGV.dtype:
+        raise ValueError(
+            f"attention takes q, k and v of one dtype; got {q_BLNH.dtype}, {k_BSGH.dtype}, "
+            f"{v_BSGV.dtype}: cast them"
+        )
     if window is not None and window < 1:
         raise ValueError(f"attention window={window} must be at least 1 (the query itself)")
     scale = H**-0.5 if scale is None else scale

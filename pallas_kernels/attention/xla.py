@@ -159,7 +159,7 @@ def _forward_chunk(q, k, v, ids, sinks, plan: _Plan):
         if sinks is not None:
             sink = jnp.broadcast_to(sinks.astype(wide)[None, None, :, None], (c, plan.rows, N, 1))
             sink = _heads_first(sink, G)
-            peak, total, out = _join((peak, total, out), (sink, zero + 1, out * 0))
+            peak, total, out = _join((peak, total, out), (sink, zero + 1, zero))
         empty = total == 0
         total = jnp.where(empty, 1, total)
         out = (out / total).astype(q.dtype)
@@ -186,7 +186,7 @@ def _over_queries(f, carry, L: int, plan: _Plan):
 
 def _backward_chunk(q, k, v, ids, lse, do, correction, plan: _Plan):
     """Returns (dq, dk, dv). `correction` is sum(do * out) - dlse, [c, L, N]."""
-    (c, L, N, H), (S, G) = q.shape, k.shape[1:3]
+    (c, L, N, _), (S, G) = q.shape, k.shape[1:3]
     wide, narrow = _wide(q.dtype), k.dtype
     k, v = _heads_first(k, G), _heads_first(v, G)
 
@@ -201,6 +201,7 @@ def _backward_chunk(q, k, v, ids, lse, do, correction, plan: _Plan):
 
         def step(so_far, key0, size):
             dq, dk, dv = (None, *carry) if so_far is None else so_far
+
             def add(whole, new):
                 return lax.dynamic_update_slice_in_dim(
                     whole, _cut(whole, key0, size, 2) + new, key0, 2
@@ -241,7 +242,10 @@ def _attend(q, k, v, segment_ids, sinks, plan):
 
 
 def _attend_forward(q, k, v, segment_ids, sinks, plan):
-    chunk = lambda arrays: _forward_chunk(*arrays, sinks, plan)  # noqa: E731
+    def chunk(arrays):
+        q, k, v, ids = arrays
+        return _forward_chunk(q, k, v, ids, sinks, plan)
+
     out, lse = _over_batch(chunk, (q, k, v, segment_ids), plan.batch)
     return (out, lse), (q, k, v, segment_ids, sinks, out, lse)
 
@@ -251,7 +255,11 @@ def _attend_backward(plan, saved, cotangents):
     do, dlse = cotangents
     wide = _wide(q.dtype)
     correction = (do.astype(wide) * out.astype(wide)).sum(axis=-1) - dlse
-    chunk = lambda arrays: _backward_chunk(*arrays, plan)  # noqa: E731
+
+    def chunk(arrays):
+        q, k, v, ids, lse, do, correction = arrays
+        return _backward_chunk(q, k, v, ids, lse, do, correction, plan)
+
     arrays = (q, k, v, segment_ids, jnp.maximum(lse, FLOOR), do, correction)
     dq, dk, dv = _over_batch(chunk, arrays, plan.batch)
     dsinks = None
