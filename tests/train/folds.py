@@ -26,6 +26,11 @@ from tests.oracle import max_relative_error
 
 ROWS, LENGTH, VOCAB, STEPS = 16, 16, 64, 3
 
+# With the usual eps of 1e-8 Adam's first steps have the size of the learning rate whatever the
+# gradient's size, so where a gradient is rounding noise, the third loss is too (1.7e-5 on one fold
+# that agrees to 1e-10 in float64). An eps above that noise leaves the comparison to the folds.
+OPTIMIZER = OptimizerConfig(warmup_steps=2, eps=1e-4)
+
 
 @dataclass(frozen=True)
 class Case:
@@ -130,7 +135,7 @@ def make_trainer(case: Case, dtype: str = "float32", *, with_grads: bool = True)
     """Returns the train step of a case with every dtype `dtype`."""
     precision, model = PrecisionConfig(*[dtype] * 4), tiny_model(case)
     grid = fold(*case.parallel.readings(case.parallel.num_devices()))
-    options, mesh = OptimizerConfig(warmup_steps=2), make_mesh(grid)
+    options, mesh = OPTIMIZER, make_mesh(grid)
     abstract = nnx.eval_shape(
         lambda: Transformer(model, fold=grid, precision=precision, rngs=nnx.Rngs(0))
     )
@@ -153,7 +158,7 @@ def _first_state(alone: Case, dtype: str) -> TrainState:
     precision, model, grid = PrecisionConfig(*[dtype] * 4), tiny_model(alone), fold({}, {})
     abstract = nnx.eval_shape(lambda: Transformer(model, precision=precision, rngs=nnx.Rngs(0)))
     mask = decay_mask(params.dims_of(abstract)[0])
-    optimizer = make_optimizer(OptimizerConfig(warmup_steps=2), 10, mask)
+    optimizer = make_optimizer(OPTIMIZER, 10, mask)
     layout = plan_state(model, optimizer, grid, make_mesh(grid), 0, precision)
     return init_state(model, optimizer, layout, precision, 0)
 
