@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from configs import demo as recipes
-from configs.demo import demo
 from moejax import config as configuration
 
 ROOT = Path(__file__).parent.parent
@@ -111,5 +110,6 @@ def test_a_mistake_gives_one_line_and_status_2(tmp_path, name, form):
 def test_help_is_readable(tmp_path):
     made = launch(tmp_path, "script", "--help")
     assert made.returncode == 0 and not made.stderr
-    assert f"--config.train.steps={demo().train.steps}" in made.stdout and "Optimizer steps." in made.stdout
+    assert f"--config.train.steps={recipes.demo().train.steps}" in made.stdout
+    assert "Optimizer steps." in made.stdout
     assert max(map(len, made.stdout.splitlines())) <= 120
