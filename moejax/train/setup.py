@@ -86,11 +86,6 @@ class Run:
     matmul_rate: float
     """Dense-matmul FLOP/s of the compute dtype, measured on this machine."""
 
-    @property
-    def cache_dir(self) -> Path:
-        """Where tokenizers, token files and compiled programs are kept, shared by runs."""
-        return cache_dir(self.config)
-
     def put(self, batch: Batch) -> Batch:
         """Returns host rows [rows, L] as device arrays [microbatches, rows, L]."""
         micro = self.config.train.microbatches

@@ -27,6 +27,8 @@ def logit_stats(
     `valid_vocab` on are padding and count nowhere. Differentiable in x and w through both results.
     FLOPs: 2*T*D*V forward, three times that backward (the logits are computed again).
     """
+    if valid_vocab is not None and not 0 < valid_vocab <= w_DV.shape[1]:
+        raise ValueError(f"valid_vocab={valid_vocab} is not in 1..{w_DV.shape[1]}, w's columns")
     choices = [Choice("xla", xla.logit_stats), Choice("reference", reference.logit_stats)]
     return pick("logit_stats", impl, choices)(x_TD, w_DV, targets_T, valid_vocab)
 

@@ -17,6 +17,7 @@ def logits(x_TD, w_DV, valid_vocab: int | None):
 def logit_stats(x_TD, w_DV, targets_T, valid_vocab):
     """See the package."""
     logits_TV = logits(x_TD, w_DV, valid_vocab)
-    known_T = (targets_T >= 0) & (targets_T < (valid_vocab or w_DV.shape[1]))
+    columns = w_DV.shape[1] if valid_vocab is None else valid_vocab
+    known_T = (targets_T >= 0) & (targets_T < columns)
     picked_T1 = jnp.take_along_axis(logits_TV, jnp.where(known_T, targets_T, 0)[:, None], axis=1)
     return jax.nn.logsumexp(logits_TV, axis=1), jnp.where(known_T, picked_T1[:, 0], 0)

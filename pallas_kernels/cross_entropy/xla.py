@@ -53,7 +53,8 @@ def _backward(valid_vocab, saved, cotangents):
         dw = jnp.matmul(x_cD.T, d_cV, preferred_element_type=dw_DV.dtype)
         return dw_DV + dw, dx_cD
 
-    known_T = (targets_T >= 0) & (targets_T < (valid_vocab or w_DV.shape[1]))
+    columns = w_DV.shape[1] if valid_vocab is None else valid_vocab
+    known_T = (targets_T >= 0) & (targets_T < columns)
     rows = (x_TD, targets_T, lse_T, cotangents[0], jnp.where(known_T, cotangents[1], 0))
     dw_DV = (w_DV * 0).astype(lse_T.dtype)  # a carry starts as varying as it ends
     dw_DV, dx = lax.scan(chunk, dw_DV, tuple(_chunks(a, size) for a in rows))

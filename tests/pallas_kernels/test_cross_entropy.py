@@ -100,5 +100,7 @@ def test_it_runs_inside_shard_map(monkeypatch):
 
 def test_refusals_say_why():
     x, w, targets = jnp.ones((4, 3)), jnp.ones((3, 5)), jnp.zeros((4,), jnp.int32)
+    with pytest.raises(ValueError, match="valid_vocab=0 is not in 1..5"):
+        logit_stats(x, w, targets, valid_vocab=0)
     with pytest.raises(ValueError, match="unknown impl='fused'"):
         logit_stats(x, w, targets, impl="fused")
