@@ -1,4 +1,4 @@
-"""Kernels: grouped GEMM, permutation, SwiGLU, attention, cross-entropy. Tensors, not models.
+"""Kernels: grouped GEMM, permutation, SwiGLU, attention, cross-entropy; tensors, not models.
 
 One folder an operation, one public function each, `reference.py` in it the definition. `impl=None`
 picks the best implementation that serves; a name runs that one, or raises and says why not.
@@ -7,12 +7,14 @@ picks the best implementation that serves; a name runs that one, or raises and s
 from pallas_kernels.attention import attention
 from pallas_kernels.cross_entropy import logit_stats
 from pallas_kernels.grouped_gemm import grouped_gemm, overflow_rows
+from pallas_kernels.linear import linear
 from pallas_kernels.permute import permute, sort_slots, unpermute
 from pallas_kernels.swiglu import swiglu
 
 __all__ = [
     "attention",
     "grouped_gemm",
+    "linear",
     "logit_stats",
     "overflow_rows",
     "permute",

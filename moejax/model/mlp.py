@@ -7,7 +7,7 @@ from jaxtyping import Array, Float
 from moejax.core import collectives, params
 from moejax.core.mesh import Fold
 from moejax.core.precision import PrecisionConfig
-from pallas_kernels import swiglu
+from pallas_kernels import linear, swiglu
 
 
 class MLP(nnx.Module):
@@ -33,7 +33,5 @@ class MLP(nnx.Module):
         """Returns the MLP of every token; tokens are split over tp before and after."""
         x_TD = collectives.all_gather(x_tD, self.fold["tp"])
         w_in = self.w_in[...]
-        h_Tf = swiglu(x_TD @ (params.merge_glu(w_in) if w_in.ndim == 3 else w_in))
-        return collectives.psum_scatter(
-            h_Tf @ self.w_out[...], self.fold["tp"]
-        )
+        h_Tf = swiglu(linear(x_TD, params.merge_glu(w_in) if w_in.ndim == 3 else w_in))
+        return collectives.psum_scatter(linear(h_Tf, self.w_out[...]), self.fold["tp"])

@@ -69,5 +69,5 @@ def sample(
         logits = next_logits(state, tokens, np.int32(len(window)))
         scores_V = np.asarray(logits[0], np.float64)[:vocab_size] / temperature
         chances_V = np.exp(scores_V - scores_V.max())
-        ids.append(int(generator.choice(vocab_size, p=chances_V / chances_V.sum())))
+        ids += generator.choice(vocab_size, 1, p=chances_V / chances_V.sum()).tolist()
     return ids

@@ -313,11 +313,22 @@ def test_palettes_are_neutral_in_the_middle_and_far_at_the_ends(palette: tuple) 
 
 
 def test_png_is_what_was_drawn() -> None:
-    from io import BytesIO
-
-    from matplotlib.image import imread
-
+    """Read back by the format's own rules (RFC 2083): chunks, checksums, unfiltered rows."""
     palette = np.array([[255, 0, 0], [0, 255, 0], [1, 2, 3]], np.uint8)
     indices = np.array([[0, 1, 2], [2, 1, 0]], np.uint8)
-    decoded = imread(BytesIO(png(indices, palette)), format="png")
-    np.testing.assert_array_equal(np.rint(decoded[..., :3] * 255), palette[indices])
+    data, chunks = png(indices, palette), {}
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    at = 8
+    while at < len(data):
+        (length,) = struct.unpack_from(">I", data, at)
+        kind, body = data[at + 4 : at + 8], data[at + 8 : at + 8 + length]
+        (check,) = struct.unpack_from(">I", data, at + 8 + length)
+        assert check == zlib.crc32(kind + body)
+        chunks[kind] = body
+        at += 12 + length
+    assert list(chunks) == [b"IHDR", b"PLTE", b"IDAT", b"IEND"]
+    assert struct.unpack(">IIBBBBB", chunks[b"IHDR"]) == (3, 2, 8, 3, 0, 0, 0)  # 8 bits, a palette
+    rows = np.frombuffer(zlib.decompress(chunks[b"IDAT"]), np.uint8).reshape(2, 4)
+    assert not rows[:, 0].any()  # filter 0: the bytes as they are
+    colours = np.frombuffer(chunks[b"PLTE"], np.uint8).reshape(-1, 3)
+    np.testing.assert_array_equal(colours[rows[:, 1:]], palette[indices])

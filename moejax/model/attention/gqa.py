@@ -16,7 +16,7 @@ from moejax.core.precision import PrecisionConfig
 from moejax.model.norm import RMSNorm
 from moejax.model.rope import apply_rope
 from moejax.model.stream import Stream
-from pallas_kernels import attention
+from pallas_kernels import attention, linear
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Attention(nnx.Module):
             self.sinks = params.constant((cfg.num_heads,), ("heads",), 0.0, precision)
 
     def _project(self, x_TD, shape, w, bias):
-        y = x_TD @ w[...]
+        y = linear(x_TD, w[...])
         y = y + bias[...].astype(y.dtype)[None] if self.cfg.bias else y
         return y.reshape(*shape, -1, self.cfg.head_dim)
 
@@ -115,4 +115,4 @@ class Attention(nnx.Module):
             impl=cfg.impl or None,
         )
         out_Td = out_blnH.reshape(x_TD.shape[0], -1)
-        return collectives.psum_scatter(out_Td @ self.w_o[...], self.fold["tp"])
+        return collectives.psum_scatter(linear(out_Td, self.w_o[...]), self.fold["tp"])
