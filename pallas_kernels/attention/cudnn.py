@@ -1,10 +1,13 @@
 """cuDNN's fused attention, through JAX's public entry, where that can serve.
 
-The log-sum-exp it returns carries no gradient.
+That entry rounds the log-sum-exp to the dtype of q and gives it no gradient, so where a caller uses
+it, it is computed by `xla`; where none does, the compiler drops that work.
 """
 
 import jax
 import jax.numpy as jnp
+
+from pallas_kernels.attention import xla
 
 
 def refusal(q_BLNH, k_BSGH, v_BSGV, segment_ids, window, sinks, scale) -> str | None:
@@ -17,8 +20,9 @@ def refusal(q_BLNH, k_BSGH, v_BSGV, segment_ids, window, sinks, scale) -> str | 
         return "it has no attention sinks"
     if q_BLNH.dtype not in (jnp.bfloat16, jnp.float16):
         return f"it takes bfloat16 and float16, not {q_BLNH.dtype}"
-    if q_BLNH.shape[-1] != v_BSGV.shape[-1] or q_BLNH.shape[-1] > 128:
-        return f"head dims must be equal and at most 128; {q_BLNH.shape[-1]}, {v_BSGV.shape[-1]}"
+    H, V = q_BLNH.shape[-1], v_BSGV.shape[-1]
+    if H != V or H > 128 or H % 8:
+        return f"head dims must be equal, multiples of 8 and at most 128; got {H}, {V}"
     if q_BLNH.shape[1] != k_BSGH.shape[1]:
         return "its causal mask starts at the first key, so queries and keys must be as many"
     return None
@@ -26,7 +30,7 @@ def refusal(q_BLNH, k_BSGH, v_BSGV, segment_ids, window, sinks, scale) -> str | 
 
 def attention(q_BLNH, k_BSGH, v_BSGV, segment_ids, window, sinks, scale):
     """See the package; called only where `refusal` is None."""
-    out, lse = jax.nn.dot_product_attention(
+    out = jax.nn.dot_product_attention(
         q_BLNH,
         k_BSGH,
         v_BSGV,
@@ -34,7 +38,5 @@ def attention(q_BLNH, k_BSGH, v_BSGV, segment_ids, window, sinks, scale):
         is_causal=True,
         local_window_size=None if window is None else (window - 1, 0),
         implementation="cudnn",
-        return_residual=True,
     )
-    heads_last = lse if lse.shape == q_BLNH.shape[:3] else lse.swapaxes(1, 2)
-    return out, heads_last.astype(jnp.float32)
+    return out, xla.attention(q_BLNH, k_BSGH, v_BSGV, None, window, None, scale)[1]

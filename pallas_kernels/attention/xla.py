@@ -28,16 +28,18 @@ from pallas_kernels.attention.reference import NOTHING, visible
 ROWS = 128  # queries of a block
 KEYS = 512  # keys of a block, where the keys are looped over
 FEW = 8  # query blocks that are unrolled
-SCORES = {"cpu": 2**19}  # scores held at once decide the chunk of the batch: 2 MiB, a core's cache
-SCORES_ELSEWHERE = 2**26
+# Scores held at once decide the chunk of the batch: 2 MiB, a core's cache, or 256 MiB elsewhere.
+SCORES_CPU, SCORES = 2**19, 2**26
 FLOOR = NOTHING / 2  # exp(NOTHING - FLOOR) is 0, where exp(NOTHING - NOTHING) would be 1
 
 
 class _Plan(NamedTuple):
     """Static facts of one call."""
 
+    batch_cpu: int
+    """Rows of the batch worked on at once on a CPU; divides B."""
     batch: int
-    """Rows of the batch worked on at once; divides B."""
+    """The same elsewhere."""
     rows: int
     """Queries of a block; divides the padded L."""
     keys: int
@@ -54,9 +56,12 @@ def _plan(B: int, L: int, S: int, N: int, window: int | None, scale: float) -> _
     rows = L if count == 1 else -(-L // count // 16) * 16
     looped = count > FEW or rows * S > 2 * FEW * ROWS**2
     keys = min(KEYS, S) if looped else S
-    room = SCORES.get(jax.default_backend(), SCORES_ELSEWHERE) // (N * rows * keys)
-    batch = max(size for size in range(1, B + 1) if B % size == 0 and size <= max(room, 1))
-    return _Plan(batch, rows, keys, looped, S - L, window, scale)
+
+    def batch(scores: int) -> int:
+        room = max(scores // (N * rows * keys), 1)
+        return max(size for size in range(1, B + 1) if B % size == 0 and size <= room)
+
+    return _Plan(batch(SCORES_CPU), batch(SCORES), rows, keys, looped, S - L, window, scale)
 
 
 def _wide(dtype):
@@ -227,13 +232,20 @@ def _backward_chunk(q, k, v, ids, lse, do, correction, plan: _Plan):
     return dq, *(_heads_last(x, c, S) for x in narrowed)
 
 
-def _over_batch(f, arguments, size: int):
-    """f over chunks of `size` rows of the batch."""
+def _over_batch(f, arguments, plan: _Plan):
+    """f over chunks of the batch, as large as suits the platform that the program is for."""
     B = arguments[0].shape[0]
-    if size == B:
-        return f(arguments)
-    split = jax.tree.map(lambda x: x.reshape(B // size, size, *x.shape[1:]), arguments)
-    return jax.tree.map(lambda x: x.reshape(B, *x.shape[2:]), lax.map(f, split))
+
+    def chunked(arguments, size: int):
+        if size == B:
+            return f(arguments)
+        split = jax.tree.map(lambda x: x.reshape(B // size, size, *x.shape[1:]), arguments)
+        return jax.tree.map(lambda x: x.reshape(B, *x.shape[2:]), lax.map(f, split))
+
+    if plan.batch_cpu == plan.batch:
+        return chunked(arguments, plan.batch)
+    on_cpu, elsewhere = (partial(chunked, size=size) for size in (plan.batch_cpu, plan.batch))
+    return lax.platform_dependent(arguments, cpu=on_cpu, default=elsewhere)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
@@ -246,7 +258,7 @@ def _attend_forward(q, k, v, segment_ids, sinks, plan):
         q, k, v, ids = arrays
         return _forward_chunk(q, k, v, ids, sinks, plan)
 
-    out, lse = _over_batch(chunk, (q, k, v, segment_ids), plan.batch)
+    out, lse = _over_batch(chunk, (q, k, v, segment_ids), plan)
     return (out, lse), (q, k, v, segment_ids, sinks, out, lse)
 
 
@@ -261,7 +273,7 @@ def _attend_backward(plan, saved, cotangents):
         return _backward_chunk(q, k, v, ids, lse, do, correction, plan)
 
     arrays = (q, k, v, segment_ids, jnp.maximum(lse, FLOOR), do, correction)
-    dq, dk, dv = _over_batch(chunk, arrays, plan.batch)
+    dq, dk, dv = _over_batch(chunk, arrays, plan)
     dsinks = None
     if sinks is not None:
         share = jnp.exp(sinks.astype(wide)[None, None] - lse)
