@@ -1,6 +1,7 @@
 """Train a model: `python launch/train.py --config=FILE.py[:RECIPE] [--config.LEAF=VALUE ...]`.
 
 Parses, builds, runs. Run again with the same arguments, it resumes from the last checkpoint.
+On a cluster, the same command on every host: see moejax.core.cluster.join.
 """
 
 import sys
@@ -11,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import jax  # noqa: E402
 
 from moejax import config as configuration  # noqa: E402
-from moejax.core import host  # noqa: E402
+from moejax.core import cluster, host  # noqa: E402
 from moejax.train import loop, setup  # noqa: E402
 
 USAGE = f"""{__doc__}
@@ -33,8 +34,10 @@ def main(arguments: list[str]) -> int:
         return 0
     try:
         config = configuration.parse(arguments)
+        num_processes = cluster.join()
         # Where the devices are CPUs, there are as many as the fold asks for: all simulated.
-        jax.config.update("jax_num_cpu_devices", max(config.parallel.num_devices(), 1))
+        simulated = max(config.parallel.num_devices() // num_processes, 1)
+        jax.config.update("jax_num_cpu_devices", simulated)
         if jax.default_backend() == "cpu":
             host.keep_freed_memory()
         run = setup.prepare(config)

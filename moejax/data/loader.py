@@ -1,7 +1,7 @@
 """Batches for training and evaluation.
 
 The rows of all training sources are interleaved by their weights into one endless sequence of
-global rows. A step takes the next `batch_size` of them, each process its own contiguous share. So
+global rows. A step takes the next `batch_size` of them, each process its own share. So
 what is trained on depends on the seed and the row number alone, however many processes there are
 and however often the run was resumed, and the loader's whole state is the number of the next row.
 Threads read a few batches ahead, so that a step need not wait for its batch.
@@ -28,23 +28,32 @@ _EVAL_SEED = 0
 
 @dataclass(frozen=True)
 class _Share:
-    """The rows of every global batch that this process reads."""
+    """The rows of every global batch that this process reads: its part of each microbatch."""
 
     batch_size: int
+    microbatches: int
     process_index: int
     process_count: int
 
     def __post_init__(self) -> None:
-        if self.batch_size < 1 or self.batch_size % self.process_count:
+        pieces = self.microbatches * self.process_count
+        if self.batch_size < 1 or self.batch_size % pieces:
             raise ValueError(
                 f"a global batch of {self.batch_size} rows does not divide over "
-                f"{self.process_count} processes; take a multiple of {self.process_count}"
+                f"{self.process_count} processes and {self.microbatches} microbatches; take a "
+                f"multiple of {pieces}"
             )
 
-    def rows(self, start: int) -> range:
+    def rows(self, start: int) -> list[int]:
         """Global row numbers of this process, for the batch whose first row is `start`."""
-        size = self.batch_size // self.process_count
-        return range(start + self.process_index * size, start + (self.process_index + 1) * size)
+        micro = self.batch_size // self.microbatches
+        size = micro // self.process_count
+        first = start + self.process_index * size
+        return [
+            row
+            for at in range(first, first + self.batch_size, micro)
+            for row in range(at, at + size)
+        ]
 
 
 class TrainBatches(Iterator[Batch]):
@@ -134,6 +143,7 @@ def train_batches(
     length: int,
     seed: int,
     cache_dir: Path,
+    microbatches: int = 1,
     process_index: int = 0,
     process_count: int = 1,
 ) -> TrainBatches:
@@ -142,7 +152,7 @@ def train_batches(
     Raises what `tokenise` raises, and ValueError for a batch that does not divide over the
     processes or a row longer than all the text of a source.
     """
-    share = _Share(batch_size, process_index, process_count)
+    share = _Share(batch_size, microbatches, process_index, process_count)
     sources = []
     for index, source in enumerate(cfg.train):
         token_set = tokenise(cfg, (source,), "train", tokenizer, cache_dir)
@@ -194,6 +204,7 @@ def eval_batches(
     length: int,
     cache_dir: Path,
     max_batches: int = 0,
+    microbatches: int = 1,
     process_index: int = 0,
     process_count: int = 1,
 ) -> EvalBatches:
@@ -202,7 +213,7 @@ def eval_batches(
     Its documents are in an order drawn once for all runs, so that the first batches are a fair
     sample. Raises what `tokenise` raises, ValueError for a name that `cfg` does not have.
     """
-    share = _Share(batch_size, process_index, process_count)
+    share = _Share(batch_size, microbatches, process_index, process_count)
     if name not in cfg.eval_sources:
         raise ValueError(
             f"no evaluation set {name!r}; data.eval has: {', '.join(cfg.eval_sources) or 'none'}"

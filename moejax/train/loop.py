@@ -1,19 +1,22 @@
 """The training loop: all side effects of a run, around a pure step.
 
+Of a run of many processes each does its part of every step; the first writes and speaks.
+
 The host runs one step ahead of the device: it dispatches step n, then waits for step n-1 to be
 *done* (the only wait, while the device is busy with n), and reads the metrics of n-1, which are
 ready by then. No value that is still being computed is ever read inside a step.
 """
 
 import time
+from contextlib import nullcontext
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from rich.console import Console
 
-from moejax.core import params
+from moejax.core import cluster, params
 from moejax.core.mesh import fold_table
 from moejax.data import ngram
 from moejax.model.flops import flops_per_token, inactive_params
@@ -22,7 +25,7 @@ from moejax.train.metrics import MetricsWriter, Throughput, peak_rss_bytes
 from moejax.train.profile import TraceAtStep
 from moejax.train.report import write_report
 from moejax.train.sample import make_next_logits, sample
-from moejax.train.setup import Run, device_line, first_batch, load_data, write_json
+from moejax.train.setup import Run, device_line, load_data, write_json
 from moejax.train.signals import GracefulStop
 from moejax.train.watchdog import Watchdog
 
@@ -36,30 +39,36 @@ def train(run: Run) -> int:
     """
     started, config = time.monotonic(), run.config
     folder, steps = config.run_dir, config.train.steps
-    write_json(folder / "config.json", run.position()["config"])
-    compiled = run.train_step.lower(run.state, first_batch(run)).compile()
+    first, agree = cluster.is_first(), cluster.Agreement() if jax.process_count() > 1 else None
+    compiled = run.train_step.lower(run.state, run.abstract_batch()).compile()
     facts = _facts(run, compiled.memory_analysis())
-    display = Display(steps, config.log, start_step=run.start_step)
+    console = Console(highlight=False, quiet=not first)
+    display = Display(steps, config.log, start_step=run.start_step, console=console)
     display.header(facts)
     resume_step = run.start_step or None
+    if first:
+        write_json(folder / "config.json", run.position()["config"])
     with (
-        MetricsWriter(folder, config.log, resume_step=resume_step) as writer,
+        MetricsWriter(folder, config.log, resume_step=resume_step) if first else nullcontext()
+        as writer,
         display,
-        Watchdog(folder, config.log.watchdog_s) as watchdog,
+        Watchdog(folder, config.log.watchdog_s, process_index=jax.process_index()) as watchdog,
         TraceAtStep(folder, config.log.profile_step, config.log.profile_steps) as trace,
-        GracefulStop() as stop,
+        GracefulStop(agree) as stop,
     ):
         reporter = _Reporter(run, writer, display, facts)
         step = _steps(run, compiled, facts, reporter, watchdog, trace, stop)
         run.checkpointer.save(step, run.state, run.position())
         run.checkpointer.close()
-        if stop.requested:
-            display.note(f"{stop.reason}: saved step {step}; run again to go on")
-    if step >= steps and not stop.requested:
+        stopped = stop.should_stop()
+        if stopped:
+            display.note(f"{stop.reason or 'stopped'}: saved step {step}; run again to go on")
+    if step >= steps and not stopped:
         facts |= _closing_facts(run, step)
     facts |= {"wall_seconds": time.monotonic() - started, "peak_rss_bytes": peak_rss_bytes()}
-    write_json(folder / "facts.json", facts)
-    display.summary(facts, write_report(folder))
+    if first:
+        write_json(folder / "facts.json", facts)
+        display.summary(facts, write_report(folder))
     run.batches.close()
     return step
 
@@ -67,7 +76,7 @@ def train(run: Run) -> int:
 class _Reporter:
     """Reads the metrics of a step that has ended, and tells writer and display."""
 
-    def __init__(self, run: Run, writer: MetricsWriter, display: Display, facts: dict[str, Any]):
+    def __init__(self, run: Run, writer: MetricsWriter | None, display: Display, facts: dict):
         self._writer, self._display = writer, display
         self._peak = run.matmul_rate
         self._flops = facts["model_flops_per_token"]
@@ -96,13 +105,15 @@ class _Reporter:
             record |= {name: float(moe[name].mean()) for name in means}
             moe["dropped"] = np.rint(moe["dropped"]).astype(int)
             record["dropped"] = int(moe["dropped"].sum())
-        self._writer.step(record)
+        if self._writer:
+            self._writer.step(record)
         self._display.step(record)
 
     def evaluation(self, number: int, losses: dict[str, float]) -> None:
         """Reports an evaluation, and leaves its time out of the throughput."""
         for name, loss in losses.items():
-            self._writer.evaluation(number, loss, name)
+            if self._writer:
+                self._writer.evaluation(number, loss, name)
             self._display.evaluation(number, loss, name)
         self._throughput.restart()
 
@@ -173,20 +184,20 @@ def _facts(run: Run, memory: Any) -> dict[str, Any]:
 
 def _closing_facts(run: Run, steps: int) -> dict[str, Any]:
     """The text sample, and the count model that the run has to beat, fitted on what it saw."""
-    train, fold = run.config.train, run.layout.fold
-    facts: dict[str, Any] = {}
-    if run.evals:
-        _, batches, _ = load_data(run.config)
-        seen = min(steps, max(batches.rows_per_epoch // train.batch_size, 1))
-        with batches:
-            model = ngram.fit(islice(batches, seen), run.tokenizer.vocab_size)
-        facts["trigram_val_loss"] = ngram.loss(model, next(iter(run.evals.values())))
-        facts["trigram_tokens"] = seen * train.batch_size * train.sequence_length
+    train, facts = run.config.train, {}
     if train.sample_tokens:
         ids = sample(
             make_next_logits(run.layout), run.state, run.tokenizer.encode(PROMPT),
             num_tokens=train.sample_tokens, length=min(train.sequence_length, 256),
-            rows=fold.degree("dp"), vocab_size=run.tokenizer.vocab_size,
+            vocab_size=run.tokenizer.vocab_size,
         )  # fmt: skip
-        Path(run.config.run_dir / "sample.txt").write_text(run.tokenizer.decode(ids))
+        if cluster.is_first():
+            (run.config.run_dir / "sample.txt").write_text(run.tokenizer.decode(ids))
+    if run.evals and cluster.is_first():
+        _, batches, evals = load_data(run.config)
+        seen = min(steps, max(batches.rows_per_epoch // train.batch_size, 1))
+        with batches:
+            model = ngram.fit(islice(batches, seen), run.tokenizer.vocab_size)
+        facts["trigram_val_loss"] = ngram.loss(model, next(iter(evals.values())))
+        facts["trigram_tokens"] = seen * train.batch_size * train.sequence_length
     return facts

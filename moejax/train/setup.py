@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from moejax.core import params
+from moejax.core import cluster, params
 from moejax.core.mesh import Fold, ParallelConfig, make_mesh
 from moejax.core.precision import PrecisionConfig
 from moejax.data import (
@@ -84,16 +84,24 @@ class Run:
     train_step: jax.stages.Wrapped
     eval_step: jax.stages.Wrapped
     matmul_rate: float
-    """Dense-matmul FLOP/s of the compute dtype, measured on this machine."""
+    """Dense-matmul FLOP/s of the compute dtype, measured here, of all devices together."""
 
     def put(self, batch: Batch) -> Batch:
-        """Returns host rows [rows, L] as device arrays [microbatches, rows, L]."""
-        micro = self.config.train.microbatches
+        """Returns this process's rows [rows, L] as global arrays [microbatches, rows, L]."""
+        made = {}
+        for name, rows in self.abstract_batch().items():
+            micro, _, length = rows.shape
+            local = batch[name].reshape(micro, -1, length)
+            made[name] = jax.make_array_from_process_local_data(rows.sharding, local, rows.shape)
+        return made
+
+    def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns the shapes of a batch, and how it lies on the mesh."""
+        train = self.config.train
+        shape = (train.microbatches, train.batch_size // train.microbatches, train.sequence_length)
         sharding = NamedSharding(self.layout.mesh, batch_spec(self.layout))
-        return {
-            name: jax.device_put(a.reshape(micro, -1, a.shape[-1]), sharding)
-            for name, a in batch.items()
-        }
+        rows = jax.ShapeDtypeStruct(shape, np.int32, sharding=sharding)
+        return dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), rows)
 
     def position(self) -> dict:
         """Returns what a checkpoint holds beside the state."""
@@ -119,26 +127,30 @@ def resolve_precision(precision: PrecisionConfig, saved: str | None) -> Precisio
             name: measure_dense_matmul(jnp.dtype(name), size=1024, seconds=0.3)
             for name in ("float32", "bfloat16")
         }
-        saved = "bfloat16" if rates["bfloat16"] > 1.3 * rates["float32"] else "float32"
+        fast = cluster.of_first(rates["bfloat16"] > 1.3 * rates["float32"])
+        saved = "bfloat16" if fast else "float32"
     return dataclasses.replace(precision, compute_dtype=saved)
 
 
-def load_data(config: Sections) -> tuple[Tokenizer, TrainBatches, dict[str, EvalBatches]]:
-    """Returns tokenizer, training batches and evaluation sets; tokenises what is not cached."""
+def load_data(
+    config: Sections, part: tuple[int, int] = (0, 1)
+) -> tuple[Tokenizer, TrainBatches, dict[str, EvalBatches]]:
+    """Returns tokenizer, training batches and evaluation sets; tokenises what is not cached.
+
+    Of each microbatch's rows this process gets part `part[0]` of `part[1]`.
+    """
     data, train, folder = config.data, config.train, cache_dir(config)
     tokenizer = load_tokenizer(data, folder)
     tokenizer.check_vocab_size(config.model.vocab_size)
-    size, length = train.batch_size, train.sequence_length
-    batches = train_batches(
-        data, tokenizer, batch_size=size, length=length, seed=config.init.seed, cache_dir=folder
-    )
+    shape: dict[str, Any] = dict(
+        batch_size=train.batch_size, length=train.sequence_length, cache_dir=folder,
+        microbatches=train.microbatches, process_index=part[0], process_count=part[1],
+    )  # fmt: skip
+    batches = train_batches(data, tokenizer, seed=config.init.seed, **shape)
     evals = {
-        name: eval_batches(
-            data, tokenizer, name,
-            batch_size=size, length=length, cache_dir=folder, max_batches=train.eval_batches,
-        )
+        name: eval_batches(data, tokenizer, name, max_batches=train.eval_batches, **shape)
         for name in data.eval_sources
-    }  # fmt: skip
+    }
     return tokenizer, batches, evals
 
 
@@ -146,7 +158,10 @@ def prepare(config: Sections) -> Run:
     """Returns a run ready for its first, or its next, step."""
     fold = config.fold_over(len(jax.devices()))
     mesh = make_mesh(fold)
-    tokenizer, batches, evals = load_data(config)
+    rows = NamedSharding(mesh, PartitionSpec(fold["dp"] or None))
+    part = cluster.share_of(rows, config.train.batch_size // config.train.microbatches)
+    with cluster.first_goes_first("data"):
+        tokenizer, batches, evals = load_data(config, part)
     config.run_dir.mkdir(parents=True, exist_ok=True)
     use_compilation_cache(cache_dir(config) / "xla")
     checkpointer = Checkpointer(config.run_dir, config.checkpoint)
@@ -161,7 +176,9 @@ def prepare(config: Sections) -> Run:
     if saved:
         batches.restore(saved["data"])
     step = make_train_step(config.model, config.optimizer, optimizer, layout, precision, steps)
-    rate = measure_dense_matmul(precision.dtype("compute"), seconds=0.5)
+    # Devices simulated on a CPU share its cores, so that one product takes them all.
+    devices = jax.process_count() if jax.default_backend() == "cpu" else mesh.devices.size
+    rate = devices * measure_dense_matmul(precision.dtype("compute"), seconds=0.5)
     return Run(
         config, precision, layout, tokenizer, batches, evals, checkpointer, state, start,
         step, make_eval_step(layout), rate,
@@ -196,13 +213,6 @@ def write_json(path: Path, values: dict) -> None:
     new = path.with_suffix(".new")
     new.write_text(json.dumps(values, indent=1, default=str))
     os.replace(new, path)
-
-
-def first_batch(run: Run) -> Batch:
-    """Returns a batch of the right shape without moving the data position."""
-    shape = (run.config.train.batch_size, run.config.train.sequence_length)
-    names = ("tokens", "targets", "segment_ids", "positions")
-    return run.put({name: np.ones(shape, np.int32) for name in names})
 
 
 def device_line(mesh: Mesh) -> str:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.cross_entropy import reference
-from pallas_kernels.linear import contract_rows
+from pallas_kernels.linear import ROWS_BY_ROWS, contract_rows, product
 
 CHUNK = 1024  # tokens
 
@@ -50,7 +50,7 @@ def _backward(valid_vocab, saved, cotangents):
         d_cV = jnp.exp(logits_cV - lse_c[:, None]) * d_lse_c[:, None]
         d_cV = jnp.where(columns_1V == target_c[:, None], d_cV + d_target_c[:, None], d_cV)
         d_cV = d_cV.astype(x_cD.dtype)
-        dx_cD = lax.dot_general(d_cV, w_DV, (((1,), (1,)), ((), ())))
+        dx_cD = product(d_cV, w_DV, ROWS_BY_ROWS)
         return dw_DV + contract_rows(x_cD, d_cV), dx_cD
 
     columns = w_DV.shape[1] if valid_vocab is None else valid_vocab

@@ -10,7 +10,11 @@ from jax import lax
 
 
 def _take(x, index):
-    """x[index], zeros where the index is -1. A select, so that nothing leaks from row 0."""
+    """x[index], zeros where the index is -1. A select, so that nothing leaks from row 0.
+
+    The barrier keeps XLA from computing x and the index again for every element that it gathers.
+    """
+    x, index = lax.optimization_barrier((x, index))
     rows = x.at[index].get(mode="clip")
     return jnp.where((index >= 0).reshape(-1, *(1,) * (x.ndim - 1)), rows, 0)
 

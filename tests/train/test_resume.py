@@ -34,12 +34,13 @@ def write_text(folder: Path) -> Path:
     return folder
 
 
-def start(folder: Path, name: str, recipe: str = "tiny") -> subprocess.Popen:
-    """Starts a run; its output goes to a file."""
+def start(folder: Path, name: str, recipe: str = "tiny", *more: str) -> subprocess.Popen:
+    """Starts a run with `more` arguments; its output goes to a file."""
     arguments = [
         f"--config={RECIPE}:{recipe}", f"--config.name={name}", f"--config.runs_dir={folder}/runs",
         f"--config.data.train=('{write_text(folder / 'text')}',)", "--config.data.eval=()",
         f"--config.train.steps={STEPS}", f"--config.checkpoint.save_every={SAVE_EVERY}",
+        *more,
     ]  # fmt: skip
     with open(folder / f"{name}.log", "a") as log:
         return subprocess.Popen(
