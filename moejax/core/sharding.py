@@ -79,15 +79,17 @@ def check_divides(abstract: Tree, dims_tree: Tree, table: Table, fold: Fold) -> 
 def to_compute(
     params: Tree, dims_tree: Tree, fold: Fold, zero: int, precision: PrecisionConfig
 ) -> Tree:
-    """Returns the weights as a layer uses them: gathered from STORE, cast to the compute dtype,
+    """Returns the weights as a layer uses them: cast to the compute dtype, gathered from STORE,
     gate-and-up weights merged. Per-channel scales keep their dtype (norms compute in float32).
 
-    Called outside the differentiated layer, so no gathered or cast copy is saved for it.
+    Called outside the differentiated layer, so no gathered or cast copy is saved for it. The
+    gradients are reduced in the dtype of the parameters.
     """
 
     def one(w, dims):
-        w = w.astype(precision.dtype("compute")) if len(dims) > 1 and "router" not in dims else w
-        return merge_glu(gathered(w, dims, fold, zero), dims)
+        narrow = len(dims) > 1 and "router" not in dims
+        dtype = precision.dtype("compute") if narrow else w.dtype
+        return merge_glu(gathered_as(w, dtype, dims, fold, zero), dims)
 
     return jax.tree.map(one, params, dims_tree)
 
@@ -103,3 +105,19 @@ def gathered(w: jax.Array, dims: Dims, fold: Fold, zero: int) -> jax.Array:
     ):
         w = w if rest == used else collectives.all_gather(w, rest, dim=at)
     return w
+
+
+def gathered_as(w: jax.Array, dtype, dims: Dims, fold: Fold, zero: int) -> jax.Array:
+    """Returns a parameter cast to `dtype`, then gathered: few bytes travel. Its gradient is cast
+    back before it is reduced, so that the sum over devices rounds nothing away."""
+
+    @jax.custom_vjp
+    def run(w):
+        return gathered(w.astype(dtype), dims, fold, zero)
+
+    def pull(w, d_gathered):
+        _, reduce = jax.vjp(lambda w: gathered(w, dims, fold, zero), w)
+        return reduce(d_gathered.astype(w.dtype))
+
+    run.defvjp(lambda w: (run(w), w), pull)
+    return run(w)

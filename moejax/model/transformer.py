@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 from moejax.core import collectives, params
 from moejax.core.mesh import Fold
 from moejax.core.precision import PrecisionConfig, at_least_float32
-from moejax.core.sharding import gathered, is_dims, to_compute
+from moejax.core.sharding import gathered_as, is_dims, to_compute
 from moejax.model.attention.gqa import Attention, AttentionConfig
 from moejax.model.mlp import MLP
 from moejax.model.moe import MoE, MoEConfig
@@ -154,9 +154,8 @@ class Transformer(nnx.Module):
 
     def _weight(self, variable: nnx.Param) -> Array:
         """A weight outside the layers, gathered (ZeRO-3) and in the compute dtype."""
-        zero = self.zero if self.zero == 3 else 0
-        w = variable[...].astype(self.precision.dtype("compute"))
-        return gathered(w, variable.get_metadata()["dims"], self.fold, zero)
+        zero, dtype = self.zero if self.zero == 3 else 0, self.precision.dtype("compute")
+        return gathered_as(variable[...], dtype, variable.get_metadata()["dims"], self.fold, zero)
 
     @jax.named_scope("embed")
     def embed(self, tokens_bL: Int[Array, "b L"]) -> Float[Array, "t D"]:

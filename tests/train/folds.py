@@ -131,9 +131,11 @@ class Trainer:
     model: ModelConfig
 
 
-def make_trainer(case: Case, dtype: str = "float32", *, with_grads: bool = True) -> Trainer:
-    """Returns the train step of a case with every dtype `dtype`."""
-    precision, model = PrecisionConfig(*[dtype] * 4), tiny_model(case)
+def make_trainer(
+    case: Case, dtype: str = "float32", *, compute: str = "", with_grads: bool = True
+) -> Trainer:
+    """Returns the train step of a case with every dtype `dtype`, but for that of `compute`."""
+    precision, model = PrecisionConfig(dtype, compute or dtype, dtype, dtype), tiny_model(case)
     grid = fold(*case.parallel.readings(case.parallel.num_devices()))
     options, mesh = OPTIMIZER, make_mesh(grid)
     abstract = nnx.eval_shape(

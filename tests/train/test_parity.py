@@ -9,13 +9,18 @@ import jax
 import numpy as np
 import pytest
 
+from moejax.core.mesh import ParallelConfig
+from tests.oracle import max_relative_error
 from tests.train.folds import (
     COVERING,
     COVERING_64,
     FOLDS,
     GRADIENTS,
+    Case,
     Record,
+    batches,
     errors,
+    make_trainer,
     misses,
     oracle_of,
     part_of,
@@ -65,6 +70,17 @@ def test_gradients_are_not_ep_times_too_big(name):
     assert set(sums) == {"experts", "router", "shared", "dense"}
     for part, (product, square) in sums.items():
         assert product / square == pytest.approx(1.0, abs=1e-5), part
+
+
+def test_zero3_reduces_bfloat16_gradients_in_float32():
+    """ZeRO-0 sums over dp in the parameters' float32; sums in bfloat16 would differ by 1e-3."""
+    grads = []
+    for zero in (0, 3):
+        case = Case("bfloat16", ParallelConfig(dp=16, zero=zero), "all_gather")
+        trainer = make_trainer(case, compute="bfloat16")
+        grads.append(trainer.step(trainer.new_state(), batches(1, 1)[0])[1]["grads"])
+    for right, mine in zip(*map(jax.tree.leaves, grads), strict=True):
+        assert max_relative_error(mine, right) < 1e-5
 
 
 def test_a_wrong_gradient_is_found():
