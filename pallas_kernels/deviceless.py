@@ -48,6 +48,15 @@ COMPILER_OPTIONS = {
 }
 
 
+def gpu_of(kind: str) -> str | None:
+    """Returns the key in `GPUS` of a device kind such as "NVIDIA H100 80GB HBM3"; None: not there.
+
+    >>> gpu_of("NVIDIA GB200"), gpu_of("NVIDIA A100-SXM4-80GB")
+    ('gb200', None)
+    """
+    return next((key for key in sorted(GPUS, key=len)[::-1] if key.upper() in kind), None)
+
+
 def target_config(gpu: Gpu) -> str:
     """Returns XLA's description of one GPU, a text proto."""
     major, minor = gpu.capability

@@ -9,6 +9,8 @@ implementation or leaves the choice to the order of the list.
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
+
 
 class Choice(NamedTuple):
     """One implementation: its name, the function, and why it cannot serve here (None: it can)."""
@@ -16,6 +18,27 @@ class Choice(NamedTuple):
     name: str
     function: Callable[..., Any]
     refusal: str | None = None
+
+
+class Target(NamedTuple):
+    """The device that a program being traced is for."""
+
+    platform: str
+    """"cpu", "gpu", ..."""
+    kind: str
+    """As its maker names it, e.g. "NVIDIA H100 80GB HBM3"."""
+    cores: int
+    """Streaming multiprocessors; 0 where that is not known."""
+
+
+def target() -> Target:
+    """Returns the devices of the mesh in use, which need not be on this machine (`deviceless.py`);
+    with no mesh, the first device here."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is not None:
+        return Target(device.platform, device.device_kind, device.num_cores or 0)
+    first = jax.devices()[0]
+    return Target(first.platform, first.device_kind, getattr(first, "core_count", 0) or 0)
 
 
 def pick(op: str, impl: str | None, choices: Sequence[Choice]) -> Callable[..., Any]:

@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.attention import xla
+from pallas_kernels.pick import target
 
 
 def refusal(q_BLNH, k_BSGH, v_BSGV, segment_ids, window, sinks, scale) -> str | None:
     """Returns why cuDNN cannot serve this call; None if it can."""
-    if jax.default_backend() != "gpu":
-        return f"it runs on NVIDIA GPUs, and the default backend is {jax.default_backend()}"
+    if target().platform != "gpu":
+        return f"it runs on NVIDIA GPUs, and this program is for {target().kind}"
     if segment_ids is not None:
         return "JAX's public entry takes no segment ids"
     if sinks is not None:

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import attention
 from pallas_kernels.attention import cudnn, xla
+from pallas_kernels.pick import Target
 from tests.oracle import max_relative_error
 
 # B, L, S, N, G, H, V, window, segments, sinks
@@ -187,7 +188,7 @@ def test_it_runs_inside_shard_map(blocks, monkeypatch):
 
 def test_cudnn_refuses_what_it_would_get_wrong(monkeypatch):
     """As on a GPU: each refusal by its reason, and the call that it can serve."""
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(cudnn, "target", lambda: Target("gpu", "NVIDIA H100", 132))
     wide = jnp.zeros((1, 8, 2, 256), jnp.bfloat16)
     q, k, v = (wide[..., :64],) * 3
     ids = jnp.ones((1, 8), jnp.int32)
