@@ -1,1 +1,0 @@
-"""How layers are spread over pipeline stages, and what is recomputed."""
