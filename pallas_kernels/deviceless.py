@@ -13,6 +13,8 @@ import dataclasses
 
 from jax.experimental import topologies
 
+from pallas_kernels.pick import target
+
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
@@ -55,6 +57,15 @@ def gpu_of(kind: str) -> str | None:
     ('gb200', None)
     """
     return next((key for key in sorted(GPUS, key=len)[::-1] if key.upper() in kind), None)
+
+
+def target_gpu() -> Gpu | None:
+    """Returns the GPU that a program being traced is for (see `pick.target`); None for others."""
+    device = target()
+    name = gpu_of(device.kind) if device.platform == "gpu" else None
+    if name is None:
+        return None
+    return dataclasses.replace(GPUS[name], cores=device.cores or GPUS[name].cores)
 
 
 def target_config(gpu: Gpu) -> str:

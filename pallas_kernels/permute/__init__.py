@@ -8,10 +8,13 @@
 other's inverse, so the gradient of either move is the other: a gather, never a scatter-add.
 """
 
+from functools import partial
+
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.permute import reference, xla
-from pallas_kernels.pick import Choice, pick
+from pallas_kernels.deviceless import target_gpu
+from pallas_kernels.permute import mosaic, reference, xla
+from pallas_kernels.pick import Choice, pick, target
 
 
 def permute(
@@ -25,7 +28,11 @@ def permute(
 
     Bytes: S*D written and as many read.
     """
-    choices = [Choice("xla", xla.permute), Choice("reference", reference.permute)]
+    choices = [
+        _mosaic(mosaic.permute, x_TD, tokens_S, slots_TK),
+        Choice("xla", xla.permute),
+        Choice("reference", reference.permute),
+    ]
     return pick("permute", impl, choices)(x_TD, tokens_S, slots_TK)
 
 
@@ -42,7 +49,11 @@ def unpermute(
     Summed in float32 (float64 for float64) in the fixed order k = 0 .. K-1; a slot of -1 gives
     nothing, and its weight gets no gradient.
     """
-    choices = [Choice("xla", xla.unpermute), Choice("reference", reference.unpermute)]
+    choices = [
+        _mosaic(mosaic.unpermute, y_SD, tokens_S, slots_TK),
+        Choice("xla", xla.unpermute),
+        Choice("reference", reference.unpermute),
+    ]
     return pick("unpermute", impl, choices)(y_SD, slots_TK, tokens_S, weights_TK)
 
 
@@ -56,6 +67,16 @@ def sort_slots(
     """
     choices = [Choice("xla", xla.sort_slots), Choice("reference", reference.sort_slots)]
     return pick("sort_slots", impl, choices)(experts_TK, num_experts)
+
+
+def _mosaic(function, rows, tokens_S, slots_TK) -> Choice:
+    gpu, most = target_gpu(), max(rows.shape[0], tokens_S.size, slots_TK.size)
+    if gpu is None:
+        why = f"it runs on Hopper and Blackwell GPUs, and this program is for {target().kind}"
+        return Choice("mosaic", function, why)
+    K = slots_TK.shape[1]
+    why = mosaic.refusal(rows.dtype, rows.shape[1], num_rows=most, num_experts_per_token=K)
+    return Choice("mosaic", partial(function, num_sms=gpu.cores), why)
 
 
 __all__ = ["permute", "sort_slots", "unpermute"]

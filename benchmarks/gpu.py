@@ -1,0 +1,202 @@
+"""The kernels on a GPU: right first, then how fast, against a dense product and against peers.
+
+    python benchmarks/gpu.py                 one table, under five minutes on one H200
+    python benchmarks/gpu.py --small         tiny shapes: shows on any machine that it runs
+
+Grouped GEMM (forward, input gradient, weight gradient) at the expert shapes of five models, 32768
+rows for 8 experts, balanced and Zipf-skewed, as a share of one dense bfloat16 product of the same
+FLOPs; `jax.lax.ragged_dot`, and tokamax and torch._grouped_mm where they can be imported, beside
+it. Permutation as a share of a device copy's bandwidth. Needs jax and numpy alone.
+
+A time is the best of five bursts of calls, each waited for once. Errors are max|difference| /
+max|reference| against float32 products of the same bfloat16 operands, group by group.
+"""
+
+import argparse
+import importlib.util
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+
+from pallas_kernels import grouped_gemm, permute, sort_slots, unpermute  # noqa: E402
+from pallas_kernels.inspect import GROUPS, ROWS, SHAPES  # noqa: E402
+
+TOLERANCE = 2**-7  # two roundings to bfloat16
+BURSTS, SECONDS_A_BURST = 5, 0.02
+
+
+def seconds(function: Callable[..., Any], *arguments: Any) -> float:
+    """Returns the time of one call, after the compile."""
+    jax.block_until_ready(function(*arguments))
+    start = time.perf_counter()
+    jax.block_until_ready(function(*arguments))
+    calls = max(1, min(100, int(SECONDS_A_BURST / (time.perf_counter() - start))))
+    times = []
+    for _ in range(BURSTS):
+        start = time.perf_counter()
+        jax.block_until_ready([function(*arguments) for _ in range(calls)])
+        times.append((time.perf_counter() - start) / calls)
+    return min(times)
+
+
+def zipf_sizes(rows: int, groups: int) -> np.ndarray:
+    """Group sizes that fall as 1/rank; they add up to `rows`."""
+    share = 1 / np.arange(1, groups + 1)
+    sizes = np.floor(rows * share / share.sum()).astype(np.int32)
+    sizes[0] += rows - sizes.sum()
+    return sizes
+
+
+def products(gemm: Callable) -> dict[str, Callable]:
+    """The three operations of an implementation, each alone in its program."""
+
+    def input_gradient(x, w, sizes, dy):
+        return jax.vjp(lambda x: gemm(x, w, sizes), x)[1](dy)[0]
+
+    def weight_gradient(x, w, sizes, dy):
+        return jax.vjp(lambda w: gemm(x, w, sizes), w)[1](dy)[0]
+
+    return {
+        "forward": jax.jit(lambda x, w, sizes, dy: gemm(x, w, sizes)),
+        "input gradient": jax.jit(input_gradient),
+        "weight gradient": jax.jit(weight_gradient),
+    }
+
+
+def peers() -> dict[str, Callable]:
+    """Other implementations that can be imported here: (x, w, sizes) -> y, differentiable."""
+    found: dict[str, Callable] = {"ragged_dot": jax.lax.ragged_dot}
+    if importlib.util.find_spec("tokamax"):
+        tokamax = importlib.import_module("tokamax")
+        found["tokamax"] = lambda x, w, sizes: tokamax.ragged_dot(x, w, group_sizes=sizes)
+    return found
+
+
+def torch_seconds(x: Any, w: Any, sizes: np.ndarray) -> float | None:
+    """Time of torch._grouped_mm's forward at the same shapes; None where it cannot be had."""
+    if not importlib.util.find_spec("torch"):
+        return None
+    torch = importlib.import_module("torch")
+    if not torch.cuda.is_available() or not hasattr(torch, "_grouped_mm"):
+        return None
+    made = partial(torch.randn, device="cuda", dtype=torch.bfloat16)
+    x_t, w_t = made(*x.shape), made(*w.shape)
+    ends = torch.tensor(np.cumsum(sizes), device="cuda", dtype=torch.int32)
+    for _ in range(3):
+        torch._grouped_mm(x_t, w_t, offs=ends)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(20):
+        torch._grouped_mm(x_t, w_t, offs=ends)
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) / 20
+
+
+def expected(x, w, sizes: np.ndarray, dy) -> dict[str, jax.Array]:
+    """The definition, a group at a time, in float32."""
+    wide = partial(jnp.matmul, preferred_element_type=jnp.float32)
+    y, dx, dw, start = [], [], [], 0
+    for g, size in enumerate(sizes):
+        rows = slice(start, start + int(size))
+        y.append(wide(x[rows], w[g]))
+        dx.append(wide(dy[rows], w[g].T))
+        dw.append(wide(x[rows].T, dy[rows]))
+        start += int(size)
+    return {
+        "forward": jnp.concatenate(y),
+        "input gradient": jnp.concatenate(dx),
+        "weight gradient": jnp.stack(dw),
+    }
+
+
+def error(actual, right) -> float:
+    """Returns max|difference| / max|reference|; infinite where anything is not finite."""
+    difference = jnp.abs(actual.astype(jnp.float32) - right).max() / jnp.abs(right).max()
+    return float(jnp.where(jnp.isfinite(difference), difference, jnp.inf))
+
+
+def bench_gemm(name: str, rows: int, groups: int, K: int, N: int) -> bool:
+    """Prints the rows of one projection; returns whether every result was right."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = ((rows, K), (groups, K, N), (rows, N))
+    x, w, dy = (jax.random.normal(k, s, jnp.bfloat16) for k, s in zip(keys, shapes, strict=True))
+    flops, right = 2 * rows * K * N, True
+    dense = flops / seconds(jax.jit(jnp.matmul), x, w[0])
+    balanced = np.full(groups, rows // groups, np.int32)
+    for load, sizes in (("balanced", balanced), ("zipf", zipf_sizes(rows, groups))):
+        sizes_G, wanted = jnp.asarray(sizes), expected(x, w, sizes, dy)
+        for op, function in products(grouped_gemm).items():
+            found = error(function(x, w, sizes_G, dy), wanted[op])
+            right &= found <= TOLERANCE
+            rate = flops / seconds(function, x, w, sizes_G, dy)
+            cells = [f"{rate / 1e12:7.1f} {rate / dense:5.2f}"]
+            if load == "balanced":
+                for peer, gemm in peers().items():
+                    other = flops / seconds(products(gemm)[op], x, w, sizes_G, dy)
+                    cells.append(f"{peer} {rate / other:.2f}x")
+                if op == "forward" and (torch := torch_seconds(x, w, sizes)):
+                    cells.append(f"torch {rate * torch / flops:.2f}x")
+            print(
+                f"{name:14}{K:6}{N:6} {op:16}{load:9}{dense / 1e12:7.1f} {'  '.join(cells)}"
+                f"  error {found:.0e}{'' if found <= TOLERANCE else '  WRONG'}",
+                flush=True,
+            )
+    return right
+
+
+def bench_moves(name: str, rows: int, dim: int, top_k: int = 8) -> bool:
+    """Prints the rows of the permutation at one model's width."""
+    tokens, experts = rows // top_k, 64
+    rng = np.random.default_rng(0)
+    chosen = np.argsort(rng.random((tokens, experts)), axis=1)[:, :top_k].astype(np.int32)
+    tokens_S, slots_TK, _ = jax.jit(sort_slots, static_argnums=1)(jnp.asarray(chosen), experts)
+    x = jax.random.normal(jax.random.key(0), (tokens, dim), jnp.bfloat16)
+    there, back = jax.jit(permute), jax.jit(unpermute)
+    moved = there(x, tokens_S, slots_TK)
+    right = bool((moved == x[tokens_S]).all())
+    right &= error(back(moved, slots_TK, tokens_S), top_k * x.astype(jnp.float32)) <= TOLERANCE
+    copy = 2 * moved.nbytes / seconds(jax.jit(lambda a: a + 1), moved)
+    for op, function, arguments in (
+        ("permute", there, (x, tokens_S, slots_TK)),
+        ("unpermute", back, (moved, slots_TK, tokens_S)),
+    ):
+        num_bytes = (rows + (rows if op == "permute" else tokens)) * dim * 2
+        rate = num_bytes / seconds(function, *arguments)
+        print(
+            f"{name:14}{dim:6}{top_k:6} {op:16}{'':9}{copy / 1e9:7.0f} {rate / 1e9:7.0f}"
+            f" {rate / copy:5.2f}{'' if right else '  WRONG'}",
+            flush=True,
+        )
+    return right
+
+
+def main(arguments: list[str]) -> int:
+    """Returns 1 where a result was wrong."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--small", action="store_true", help="tiny shapes, for any machine")
+    small = parser.parse_args(arguments).small
+    device = jax.devices()[0]
+    print(f"{device.device_kind}, jax {jax.__version__}, {time.strftime('%Y-%m-%d')}")
+    print("model              K     N operation       load       dense      ours share  ours over")
+    print("                                         (TFLOP/s; GB/s of a copy and of ours)")
+    rows, groups, right = (256, 4, True) if small else (ROWS, GROUPS, True)
+    scale = 32 if small else 1
+    for name, (dim, ffn) in list(SHAPES.items())[: 2 if small else None]:
+        dim, ffn = dim // scale, ffn // scale
+        right &= bench_gemm(name, rows, groups, dim, 2 * ffn)
+        right &= bench_gemm(name, rows, groups, ffn, dim)
+        right &= bench_moves(name, rows, dim)
+    return int(not right)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,266 @@
+"""What the compiler made of each GPU kernel, on a machine with no GPU.
+
+    python -m pallas_kernels.inspect [--gpu h100,gb300] [--shape qwen3-30b]
+
+Compiles each kernel for each GPU and model shape with the real assembler, and prints registers,
+spilled bytes, shared and tensor memory, tensor-core instructions found in the machine code, and the
+floor: the larger of FLOPs over the peak rate and bytes over the memory's. Exits 1 where a kernel
+spills, or lacks the tensor-core instruction of its GPU. Needs the `gpu` and `inspect` extras.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from pallas_kernels import deviceless, grouped_gemm, permute, unpermute
+
+ROWS, GROUPS = 32768, 8  # 4096 rows an expert, eight experts a device
+
+
+class Expert(NamedTuple):
+    """Width of the model, and of one of its experts (the models' published configurations)."""
+
+    dim: int
+    ffn: int
+
+
+SHAPES = {
+    "deepseek-v3": Expert(7168, 2048),
+    "qwen3-235b": Expert(4096, 1536),
+    "qwen3-30b": Expert(2048, 768),
+    "gpt-oss": Expert(2880, 2880),
+    "mixtral-8x7b": Expert(4096, 14336),
+}
+# Dense bfloat16 FLOP/s with float32 sums (data sheets, without sparsity).
+PEAK = {"h100": 989e12, "h200": 989e12, "b200": 2250e12, "gb200": 2500e12, "gb300": 2500e12}
+# The tensor-core instruction of each major compute capability, in machine code and in PTX.
+TENSOR = {9: r"HGMMA|wgmma\.mma_async", 10: r"UTCHMMA|UTCQMMA|tcgen05\.mma"}
+
+
+class Floor(NamedTuple):
+    """The least that a kernel has to do."""
+
+    flops: float
+    """2 for each multiply-add; 0 for a kernel that only moves bytes."""
+    num_bytes: float
+    """Each operand read once, each result written once."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A function of one or more kernels, at one shape."""
+
+    shape: str
+    function: Callable[..., Any]
+    arguments: tuple[jax.ShapeDtypeStruct, ...]
+    floors: dict[str, Floor]
+    """By the start of the kernel's name; a longer start wins."""
+
+
+class Report(NamedTuple):
+    """What was found of one kernel; -1 where the assembler said nothing."""
+
+    kernel: str
+    gpu: str
+    shape: str
+    registers: int = -1
+    spilled: int = -1
+    shared: int = -1
+    tensor_columns: int = 0
+    instructions: int = 0
+    floor_us: float = 0.0
+    wrong: str = ""
+
+
+def _rows(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _gemm(name: str, K: int, N: int) -> Program:
+    """The three grouped GEMMs of a projection from K to N."""
+
+    def both_ways(x_MK, w_GKN, sizes_G, dy_MN):
+        y_MN, pull = jax.vjp(lambda x, w: grouped_gemm(x, w, sizes_G), x_MK, w_GKN)
+        return y_MN, pull(dy_MN)
+
+    arguments = (
+        _rows(ROWS, K),
+        _rows(GROUPS, K, N),
+        _rows(GROUPS, dtype=jnp.int32),
+        _rows(ROWS, N),
+    )
+    floor = Floor(2 * ROWS * K * N, 2 * (ROWS * (K + N) + GROUPS * K * N))
+    return Program(f"{name} {K}x{N}", both_ways, arguments, {"grouped_gemm": floor})
+
+
+def _moves(name: str, dim: int, top_k: int = 8) -> Program:
+    """Permutation there and back, weighted, and its gradients."""
+    tokens = ROWS // top_k
+
+    def both_ways(x_TD, weights_TK, tokens_S, slots_TK, dy_TD):
+        def run(x_TD, weights_TK):
+            x_SD = permute(x_TD, tokens_S, slots_TK)
+            return unpermute(x_SD, slots_TK, tokens_S, weights_TK=weights_TK)
+
+        y_TD, pull = jax.vjp(run, x_TD, weights_TK)
+        return y_TD, pull(dy_TD)
+
+    arguments = (
+        _rows(tokens, dim),
+        _rows(tokens, top_k, dtype=jnp.float32),
+        _rows(ROWS, dtype=jnp.int32),
+        _rows(tokens, top_k, dtype=jnp.int32),
+        _rows(tokens, dim),
+    )
+    floors = {
+        "permute": Floor(0, 2 * dim * (tokens + ROWS)),
+        "unpermute": Floor(0, 2 * dim * (tokens + ROWS)),
+        "unpermute_gradient": Floor(0, 2 * dim * (tokens + 2 * ROWS)),
+    }
+    return Program(f"{name} D={dim}", both_ways, arguments, floors)
+
+
+def programs(shape: str = "") -> list[Program]:
+    """Returns every program of one model's shape, or of all."""
+    found = []
+    for name, (dim, ffn) in SHAPES.items():
+        if shape in ("", name):
+            found += [_gemm(name, dim, 2 * ffn), _gemm(name, ffn, dim), _moves(name, dim)]
+    return found
+
+
+def examine(gpu: str, program: Program) -> list[Report]:
+    """Compiles for one device that is not here, and reads what the assembler left of each kernel.
+
+    The environment is `_environment`'s: this runs in a child process.
+    """
+    mesh = Mesh(np.asarray(deviceless.devices(gpu, 1, 1)), "x")
+    alone = NamedSharding(mesh, PartitionSpec())
+    arguments = [
+        jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=alone) for a in program.arguments
+    ]
+    on_mesh = jax.shard_map(
+        program.function, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec()
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["MOSAIC_GPU_DUMP_TO"] = folder
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            jax.jit(on_mesh).lower(*arguments).compile(deviceless.COMPILER_OPTIONS)
+        kernels = sorted(Path(folder).glob("*.ptxas"))
+        return [_read(path, gpu, program) for path in kernels]
+
+
+def _read(path: Path, gpu: str, program: Program) -> Report:
+    """What the files beside one assembler's report say."""
+    said = path.read_text(errors="replace")
+    beside = {p.name: p.read_text(errors="replace") for p in path.parent.glob(f"{path.stem}.*")}
+    code = [text for name, text in beside.items() if "sass" in name or name.endswith(".ptx")]
+    resources = beside.get(f"{path.stem}.resources.txt", "")
+
+    def number(text: str, pattern: str, default: int) -> int:
+        return sum(map(int, re.findall(pattern, text))) if re.search(pattern, text) else default
+
+    kernel = (re.findall(r"entry function '(\w+?)(?:_mosaic_gpu_kernel)?'", said) or ["?"])[0]
+    target = deviceless.GPUS[gpu]
+    tensor = TENSOR[target.capability[0]]
+    starts = [start for start in program.floors if kernel.startswith(start)]
+    floor = program.floors[max(starts, key=len)] if starts else Floor(0, 0)
+    report = Report(
+        kernel, gpu, program.shape,
+        registers=number(said, r"Used (\d+) registers", -1),
+        spilled=number(said, r"(\d+) bytes spill", -1),
+        shared=number(resources, r"smem_scratch_bytes=(\d+)", -1),
+        tensor_columns=number(resources, r"tmem_scratch_cols=(\d+)", 0),
+        instructions=max((len(re.findall(tensor, text)) for text in code), default=0),
+        floor_us=1e6 * max(
+            floor.flops / PEAK[gpu], floor.num_bytes / target.memory_bytes_per_s
+        ),
+    )  # fmt: skip
+    wrong = []
+    if report.registers < 0:
+        wrong.append("no report of the assembler")
+    if report.spilled:
+        wrong.append("spills")
+    if floor.flops and not report.instructions:
+        wrong.append("no tensor-core instruction")
+    if not starts:
+        wrong.append("no floor is known")
+    return report._replace(wrong=", ".join(wrong))
+
+
+def inspect(gpus: list[str], shape: str = "") -> list[Report]:
+    """Returns a report of each kernel of each program, for each GPU.
+
+    In one child process a GPU: a compiler that aborts takes the child along, not this process.
+    """
+    reports = []
+    for gpu in gpus:
+        command = [sys.executable, "-m", "pallas_kernels.inspect", "--child", gpu]
+        command += ["--shape", shape]
+        done = subprocess.run(command, capture_output=True, text=True, env=_environment())
+        lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+        reports += [Report(**json.loads(line)) for line in lines]
+        if done.returncode:
+            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            reports.append(Report("?", gpu, "?", wrong=f"compiler failed: {last[:200]}"))
+    return reports
+
+
+def _environment() -> dict[str, str]:
+    """What makes the compiler run with no GPU, and leave the assembler's report behind."""
+    environ = dict(os.environ) | {
+        "JAX_PLATFORMS": "",
+        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+        "MOSAIC_GPU_DUMP_PTXAS": "1",
+        "MOSAIC_GPU_DUMP_SASS": "1",
+    }
+    if (spec := find_spec("nvidia")) and spec.submodule_search_locations:
+        tools = [str(Path(place) / "cu13/bin") for place in spec.submodule_search_locations]
+        environ["PATH"] = os.pathsep.join([*tools, environ["PATH"]])
+    return environ
+
+
+def _table(reports: list[Report]) -> str:
+    head = (f"{'kernel':30}{'gpu':7}{'shape':26}{'regs':>5}{'spill':>6}{'smem':>8}{'tmem':>5}"
+            f"{'mma':>5}{'floor':>10}")  # fmt: skip
+    rows = [
+        f"{r.kernel:30}{r.gpu:7}{r.shape:26}{r.registers:5}{r.spilled:6}{r.shared:8}"
+        f"{r.tensor_columns:5}{r.instructions:5}{r.floor_us:7.0f} us  {r.wrong}"
+        for r in reports
+    ]
+    return "\n".join([head, *rows])
+
+
+def main(arguments: list[str]) -> int:
+    """Returns the exit status: 0 where every kernel is as it should be."""
+    parser = argparse.ArgumentParser(prog="python -m pallas_kernels.inspect")
+    parser.add_argument("--gpu", default="h100,h200,b200,gb300", help="GPUs, by comma")
+    parser.add_argument("--shape", default="", help=f"one of {', '.join(SHAPES)}; default: all")
+    parser.add_argument("--child", default="", help=argparse.SUPPRESS)
+    asked = parser.parse_args(arguments)
+    if asked.child:
+        for program in programs(asked.shape):
+            for report in examine(asked.child, program):
+                print(json.dumps(report._asdict()), flush=True)
+        return 0
+    reports = inspect(asked.gpu.split(","), asked.shape)
+    print(_table(reports))
+    return int(not reports or any(report.wrong for report in reports))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
