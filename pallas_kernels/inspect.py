@@ -169,22 +169,24 @@ def _read(path: Path, gpu: str, program: Program) -> Report:
     said = path.read_text(errors="replace")
     beside = {p.name: p.read_text(errors="replace") for p in path.parent.glob(f"{path.stem}.*")}
     code = [text for name, text in beside.items() if "sass" in name or name.endswith(".ptx")]
-    resources = beside.get(f"{path.stem}.resources.txt", "")
-
-    def number(text: str, pattern: str, default: int) -> int:
-        return sum(map(int, re.findall(pattern, text))) if re.search(pattern, text) else default
-
     kernel = (re.findall(r"entry function '(\w+?)(?:_mosaic_gpu_kernel)?'", said) or ["?"])[0]
+    resources = "\n".join(  # numbered apart from the assembler's files
+        p.read_text() for p in path.parent.glob(f"{kernel}_[0-9]*.resources.txt")
+    )
+
+    def numbers(text: str, pattern: str) -> list[int]:
+        return [int(number) for number in re.findall(pattern, text)]
+
     target = deviceless.GPUS[gpu]
     tensor = TENSOR[target.capability[0]]
     starts = [start for start in program.floors if kernel.startswith(start)]
     floor = program.floors[max(starts, key=len)] if starts else Floor(0, 0)
     report = Report(
         kernel, gpu, program.shape,
-        registers=number(said, r"Used (\d+) registers", -1),
-        spilled=number(said, r"(\d+) bytes spill", -1),
-        shared=number(resources, r"smem_scratch_bytes=(\d+)", -1),
-        tensor_columns=number(resources, r"tmem_scratch_cols=(\d+)", 0),
+        registers=max(numbers(said, r"Used (\d+) registers"), default=-1),
+        spilled=sum(numbers(said, r"(\d+) bytes (?:spill|lmem)")),
+        shared=max(numbers(resources, r"smem_scratch_bytes=(\d+)"), default=-1),
+        tensor_columns=max(numbers(resources, r"tmem_scratch_cols=(\d+)"), default=0),
         instructions=max((len(re.findall(tensor, text)) for text in code), default=0),
         floor_us=1e6 * max(
             floor.flops / PEAK[gpu], floor.num_bytes / target.memory_bytes_per_s
@@ -197,6 +199,8 @@ def _read(path: Path, gpu: str, program: Program) -> Report:
         wrong.append("spills")
     if floor.flops and not report.instructions:
         wrong.append("no tensor-core instruction")
+    if "serialized" in said:  # the assembler's C7509 and its kin
+        wrong.append("tensor-core instructions wait for each other")
     if not starts:
         wrong.append("no floor is known")
     return report._replace(wrong=", ".join(wrong))

@@ -5,6 +5,7 @@ one code path serves a lone device with no mesh and every fold. All are differen
 `shard_map(check_vma=True)` the type system picks the transposes.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -69,18 +70,36 @@ def ragged_all_to_all(
     output; rows of `output` that nothing reaches stay. All sizes are device values.
 
     `lax.ragged_all_to_all` where the platform has it; XLA:CPU has not, and runs an emulation.
+    Differentiable in `operand` and `output`, with a choice of its own in the backward: autodiff of
+    one choice would save it, and the compiled backward would ask the device which branch it is on.
     """
     tables = (input_offsets, send_sizes, output_offsets, recv_sizes)
-    emulated = partial(emulated_ragged_all_to_all, axes=axes)
     if not axes:
-        return emulated(operand, output, *tables)
-    return lax.platform_dependent(
-        operand,
-        output,
-        *tables,
-        cpu=emulated,
-        default=lambda *args: lax.ragged_all_to_all(*args, axis_name=axes),
+        return emulated_ragged_all_to_all(operand, output, *tables, axes=axes)
+    choices: tuple[Callable, Callable] = (
+        partial(emulated_ragged_all_to_all, axes=axes),
+        partial(lax.ragged_all_to_all, axis_name=axes),
     )
+
+    @jax.custom_vjp
+    def send(operand, output, *tables):
+        on_cpu, elsewhere = choices
+        return lax.platform_dependent(operand, output, *tables, cpu=on_cpu, default=elsewhere)
+
+    def backward(tables, d_sent):
+        def pull(function):
+            def run(d_sent, *tables):  # linear: where it is pulled back from does not matter
+                at = [lax.full_like(d_sent, 0, shape=a.shape) for a in (operand, output)]
+                return jax.vjp(lambda *ab: function(*ab, *tables), *at)[1](d_sent)
+
+            return run
+
+        on_cpu, elsewhere = map(pull, choices)
+        pulled = lax.platform_dependent(d_sent, *tables, cpu=on_cpu, default=elsewhere)
+        return *pulled, *(None,) * len(tables)
+
+    send.defvjp(lambda *args: (send(*args), args[2:]), backward)
+    return send(operand, output, *tables)
 
 
 def emulated_ragged_all_to_all(

@@ -182,14 +182,15 @@ def fold(attention: Reading, experts: Reading) -> Fold:
 def make_mesh(folded: Fold, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Returns the mesh of a fold over `devices` (default: the first ones of `jax.devices()`).
 
+    One device gets an axis that no role has, for a mesh without axes does not know its device.
     Raises ValueError when there are fewer devices than the fold has.
     """
-    sizes = [size for _, size in folded.axes]
+    names, sizes = folded.all or ("one",), [size for _, size in folded.axes] or [1]
     devices = jax.devices() if devices is None else devices
     if len(devices) < prod(sizes):
         raise ValueError(f"the fold needs {prod(sizes)} devices, this machine has {len(devices)}")
     return jax.make_mesh(
-        sizes, folded.all, devices=devices[: prod(sizes)], axis_types=(AxisType.Auto,) * len(sizes)
+        sizes, names, devices=devices[: prod(sizes)], axis_types=(AxisType.Auto,) * len(sizes)
     )
 
 

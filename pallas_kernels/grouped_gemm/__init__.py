@@ -2,17 +2,23 @@
 
     y_MN = grouped_gemm(x_MK, w_GKN, group_sizes_G)
 
-Group sizes are read on the device. The GPU kernels (`hopper.py`, `blackwell.py`, `triton.py`) will
-stand beside `xla.py`, the portable implementation, and ahead of it in the choice.
+Group sizes are read on the device. `hopper.py` and `blackwell.py` are the kernels for NVIDIA GPUs,
+`xla.py` is the portable implementation.
 """
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.grouped_gemm import reference, xla
-from pallas_kernels.pick import Choice, pick
+from pallas_kernels.deviceless import target_gpu
+from pallas_kernels.grouped_gemm import blackwell, hopper, reference, xla
+from pallas_kernels.pick import Choice, pick, target
 
 
 def grouped_gemm(
@@ -34,13 +40,41 @@ def grouped_gemm(
     `overflow_rows` counts them.
     """
     _check(x_MK, w_GKN, group_sizes_G)
-    choices = [Choice("xla", xla.grouped_gemm), Choice("reference", reference.grouped_gemm)]
+    choices = [
+        *_gpu_choices(x_MK, w_GKN),
+        Choice("xla", xla.grouped_gemm),
+        Choice("reference", reference.grouped_gemm),
+    ]
     return pick("grouped_gemm", impl, choices)(x_MK, w_GKN, group_sizes_G)
 
 
 def overflow_rows(group_sizes_G: Int[Array, " G"], num_rows: int) -> Int[Array, ""]:
     """Returns by how much the group sizes exceed the rows: 0, unless the caller has lost rows."""
     return jnp.maximum(group_sizes_G.sum(dtype=jnp.int32) - num_rows, 0)
+
+
+def _kernels() -> list[tuple[str, int, ModuleType, Callable]]:
+    """(name, major compute capability, module, its grouped_gemm on a GPU) of each generation."""
+
+    def on_hopper(x_MK, w_GKN, group_sizes_G, gpu):
+        return hopper.grouped_gemm(x_MK, w_GKN, group_sizes_G, gpu)
+
+    def on_blackwell(x_MK, w_GKN, group_sizes_G, gpu):
+        tiles = dataclasses.replace(blackwell.DEFAULT, cores=gpu.cores)
+        return blackwell.grouped_gemm(x_MK, w_GKN, group_sizes_G, tiles)
+
+    return [("hopper", 9, hopper, on_hopper), ("blackwell", 10, blackwell, on_blackwell)]
+
+
+def _gpu_choices(x_MK, w_GKN) -> list[Choice]:
+    gpu, choices = target_gpu(), []
+    for name, generation, module, run in _kernels():
+        if gpu is None or gpu.capability[0] != generation:
+            why = f"it runs on {name.title()} GPUs, and this program is for {target().kind}"
+        else:
+            why = module.refusal(x_MK, w_GKN)
+        choices.append(Choice(name, partial(run, gpu=gpu), why))
+    return choices
 
 
 def _check(x_MK, w_GKN, group_sizes_G) -> None:

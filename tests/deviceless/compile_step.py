@@ -1,6 +1,9 @@
-"""Compiles the train step of a shrunken demo, folded over 8 H100s, and prints the program.
+"""Compiles the demo's train step for GPUs that are not there, and prints the program.
 
-    python -m tests.deviceless.compile_step DISPATCHER        (JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1)
+    python -m tests.deviceless.compile_step GPU              the demo as it is, on one GPU
+    python -m tests.deviceless.compile_step GPU DISPATCHER   folded over eight: dp 4, tp 2, ep 8
+
+JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 has to be set.
 """
 
 import sys
@@ -22,26 +25,29 @@ from moejax.train.step import batch_spec, make_train_step
 from pallas_kernels import deviceless
 
 
-def main(dispatch: str) -> None:
+def main(gpu: str, dispatch: str = "") -> None:
     """Prints the optimised program, and its memory analysis on the last line."""
     config = demo()
-    cfg = replace(config.model, moe=replace(config.model.moe, dispatch=dispatch))
-    folded = fold(*ParallelConfig(dp=4, tp=2, ep=8).readings(8))
-    mesh = make_mesh(folded, list(deviceless.devices("h100", 1, 8)))
+    cfg, parallel = config.model, config.parallel
+    if dispatch:
+        cfg = replace(cfg, moe=replace(cfg.moe, dispatch=dispatch))
+        parallel = ParallelConfig(dp=4, tp=2, ep=8, zero=3)
+    num_gpus, rows = parallel.num_devices(), config.train.batch_size
+    folded = fold(*parallel.readings(num_gpus))
+    mesh = make_mesh(folded, list(deviceless.devices(gpu, 1, num_gpus)))
     precision = PrecisionConfig(compute_dtype="bfloat16")
     model = nnx.eval_shape(lambda: Transformer(cfg, rngs=nnx.Rngs(0)))
-    optimizer = make_optimizer(config.optimizer, 600, decay_mask(params.dims_of(model)[0]))
-    layout = plan_state(cfg, optimizer, folded, mesh, 3, precision)
-    step = make_train_step(cfg, config.optimizer, optimizer, layout, precision, 600)
+    optimizer = make_optimizer(config.optimizer, 1200, decay_mask(params.dims_of(model)[0]))
+    layout = plan_state(cfg, optimizer, folded, mesh, parallel.zero, precision)
+    step = make_train_step(cfg, config.optimizer, optimizer, layout, precision, 1200)
     state = jax.tree.map(
         lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
         layout.abstract,
         layout.shardings,
     )
-    rows = jax.ShapeDtypeStruct(
-        (1, 16, 256), jnp.int32, sharding=NamedSharding(mesh, batch_spec(layout))
-    )
-    batch = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), rows)
+    sharding = NamedSharding(mesh, batch_spec(layout))
+    tokens = jax.ShapeDtypeStruct((1, rows, 256), jnp.int32, sharding=sharding)
+    batch = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), tokens)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         compiled = step.lower(state, batch).compile(deviceless.COMPILER_OPTIONS)
     print(compiled.as_text())
@@ -49,4 +55,4 @@ def main(dispatch: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -1,28 +1,80 @@
-"""The train step, compiled by the real GPU compiler for 8 H100s that are not there."""
+"""The train step, compiled by the real GPU compiler for GPUs that are not there."""
 
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 
+from pallas_kernels import inspect
+
 pytestmark = pytest.mark.deviceless
+
+KERNELS = {
+    "grouped_gemm_forward",
+    "grouped_gemm_input_gradient",
+    "grouped_gemm_weight_gradient",
+    "permute",
+    "unpermute",
+}
+
+
+def compiled(*arguments: str) -> str:
+    """Returns the program that the child process prints."""
+    child = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.deviceless.compile_step", *arguments],
+        capture_output=True,
+        text=True,
+        env=child | {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def check_kernels(program: str) -> None:
+    """Our kernels are in it, and the host learns nothing while it runs: no callback, no transfer,
+    no branch or loop that waits for a value of the device."""
+    calls = [line for line in program.splitlines() if "mosaic_gpu" in line]
+    names = {name for line in calls for name in re.findall(r'op_name="[^"]*/(\w+)/[^/"]*"', line)}
+    assert names >= KERNELS, names
+    for host in ("outfeed", "infeed", "xla_python_cpu_callback", "xla_python_gpu_callback", "S(5)"):
+        assert host not in program
+    loops = [line for line in program.splitlines() if re.search(r" while\(", line)]
+    assert loops and all("known_trip_count" in line for line in loops)
+    assert not re.search(r" conditional\(", program)
+
+
+@pytest.mark.parametrize("gpu", ["h100", "gb300"])
+def test_the_demo_runs_our_kernels_on_one_gpu(gpu):
+    """No product of its program is expanded over the experts: none has all of w_in or w_out."""
+    program = compiled(gpu)
+    check_kernels(program)
+    products = re.findall(r"(?:dot\(|__cublas\$|__triton_gemm).*", program)
+    assert products and not any("[16,256,512]" in p or "[16,256,256]" in p for p in products)
+    assert "ragged-dot" not in program
 
 
 @pytest.mark.parametrize(
     ("dispatch", "collective"), [("ragged", "ragged-all-to-all"), ("all_to_all", "all-to-all")]
 )
 def test_the_folded_step_compiles_for_gpus(dispatch, collective):
-    """Each dispatcher becomes its own collective, and nothing is sent to the host."""
-    child = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.deviceless.compile_step", dispatch],
-        capture_output=True,
-        text=True,
-        env=child | {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert f" {collective}" in done.stdout
-    assert (" ragged-all-to-all" in done.stdout) == (dispatch == "ragged")
-    for host in ("outfeed", "infeed", "xla_python_cpu_callback", "xla_python_gpu_callback"):
-        assert host not in done.stdout
+    """Each dispatcher becomes its own collective."""
+    program = compiled("h100", dispatch)
+    check_kernels(program)
+    assert f" {collective}" in program
+    assert (" ragged-all-to-all" in program) == (dispatch == "ragged")
+
+
+def test_the_inspector_finds_nothing_wrong():
+    """All kernels at one model's shapes; `python -m pallas_kernels.inspect` has the others."""
+    reports = inspect.inspect(["h100", "gb300"], "gpt-oss")
+    assert {r.kernel for r in reports} >= KERNELS and {r.gpu for r in reports} == {"h100", "gb300"}
+    assert not [r for r in reports if r.wrong]
+    for report in reports:
+        assert report.registers > 0 and report.shared > 0 and report.floor_us > 0
+        assert (report.instructions > 0) == report.kernel.startswith("grouped_gemm")
+        assert (report.tensor_columns > 0) == (
+            report.gpu == "gb300" and report.kernel.startswith("grouped_gemm")
+        )
