@@ -71,6 +71,8 @@ def _gpu_choices(x_MK, w_GKN) -> list[Choice]:
     for name, generation, module, run in _kernels():
         if gpu is None or gpu.capability[0] != generation:
             why = f"it runs on {name.title()} GPUs, and this program is for {target().kind}"
+        elif jax.__version_info__ < (0, 12):
+            why = f"it needs JAX 0.12, and this is {jax.__version__}"
         else:
             why = module.refusal(x_MK, w_GKN)
         choices.append(Choice(name, partial(run, gpu=gpu), why))

@@ -6,6 +6,7 @@ place, at most 2^-7 of a value, where two implementations fall on either side of
 """
 
 import math
+import sys
 from functools import partial
 
 import jax
@@ -16,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
+from pallas_kernels.deviceless import GPUS
 from pallas_kernels.grouped_gemm import grouped_gemm, overflow_rows, xla
 from pallas_kernels.pick import Choice, pick
 from tests.oracle import max_relative_error
@@ -296,3 +298,26 @@ def test_inside_scan_and_fully_manual_shard_map(impl):
         each = (a[i : i + 1] for a in (x, w, sizes))
         for a, b in zip(found, alone(*each), strict=True):
             assert max_relative_error(a[i], b[0]) <= 1e-6
+
+
+def test_each_gpu_gets_the_kernels_of_its_generation(monkeypatch):
+    """And none of them where JAX is older than they are; a refusal says why."""
+    package = sys.modules["pallas_kernels.grouped_gemm"]
+    x, w = jnp.ones((8, 16), jnp.bfloat16), jnp.ones((2, 16, 8), jnp.bfloat16)
+
+    def refusals(gpu, x):
+        monkeypatch.setattr(package, "target_gpu", lambda: GPUS.get(gpu))
+        return [choice.refusal for choice in package._gpu_choices(x, w)]
+
+    monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))
+    assert all("this program is for cpu" in why for why in refusals("cpu", x))
+    hopper, blackwell = refusals("h100", x)
+    assert hopper is None and "runs on Blackwell" in blackwell
+    hopper, blackwell = refusals("gb300", x)
+    assert blackwell is None and "runs on Hopper" in hopper
+    assert "bfloat16" in refusals("h200", x.astype(jnp.float32))[0]
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
+    assert "needs JAX 0.12" in refusals("h100", x)[0]
+    with pytest.raises(ValueError, match="impl='hopper' cannot serve.*runs on Hopper GPUs"):
+        monkeypatch.setattr(package, "target_gpu", lambda: None)
+        grouped_gemm(x, w, jnp.array([4, 4], jnp.int32), impl="hopper")
