@@ -28,7 +28,9 @@ class Experts(nnx.Module):
         fold: Fold,
         precision: PrecisionConfig,
         rngs: nnx.Rngs,
+        impl: str = "",
     ):
+        self.impl = impl or None
         for role, name, size in (
             ("ep", "num_experts", num_experts),
             ("etp", "moe.ffn_dim", ffn_dim),
@@ -58,5 +60,5 @@ class Experts(nnx.Module):
         """
         w_in = self.w_in[...]
         w_in = params.merge_glu(w_in) if w_in.ndim == 4 else w_in
-        h_sf = swiglu(grouped_gemm(x_sD, w_in, sizes_e), weights_s)
-        return grouped_gemm(h_sf, self.w_out[...], sizes_e)
+        h_sf = swiglu(grouped_gemm(x_sD, w_in, sizes_e, impl=self.impl), weights_s)
+        return grouped_gemm(h_sf, self.w_out[...], sizes_e, impl=self.impl)

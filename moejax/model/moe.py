@@ -35,6 +35,9 @@ class MoEConfig:
     dispatch: str = "all_gather"
     """How tokens reach experts: "all_gather" (also the best on one device), "all_to_all" (padded),
     "ragged" (exact sizes; emulated on CPU), "reference" (one-hot oracle)."""
+    impl: str = ""
+    """Grouped GEMM by name ("hopper", "blackwell", "xla", "reference"); empty: the best that
+    serves."""
     router: RouterConfig = RouterConfig()
     """Scores, selection and balance."""
 
@@ -72,7 +75,7 @@ class MoE(nnx.Module):
             rngs, (dim, cfg.num_experts), ("embed", "router"), std, precision
         )
         self.bias = params.buffer((cfg.num_experts,), ("router",), precision.dtype("router"))
-        self.experts = Experts(cfg.num_experts, dim, cfg.ffn_dim, **kinds)
+        self.experts = Experts(cfg.num_experts, dim, cfg.ffn_dim, impl=cfg.impl, **kinds)
         if cfg.shared_ffn_dim:
             self.shared = MLP(dim, cfg.shared_ffn_dim, **kinds)
 

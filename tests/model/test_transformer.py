@@ -50,6 +50,19 @@ def test_the_module_works_alone():
     assert bool(jnp.isfinite(logits).all())
 
 
+def test_the_grouped_gemm_is_the_one_named():
+    """The definition gives the same logits; a kernel of another device refuses, and says why."""
+    tokens = jnp.arange(10, dtype=jnp.int32).reshape(2, 5)
+
+    def logits(impl):
+        cfg = tiny(moe=replace(tiny().moe, impl=impl))
+        return Transformer(cfg, rngs=nnx.Rngs(0))(tokens)
+
+    assert max_relative_error(logits("reference"), logits("")) < 1e-5
+    with pytest.raises(ValueError, match="impl='hopper' cannot serve this call: it runs on Hopper"):
+        logits("hopper")
+
+
 # A row of 8: document 1 has 3 tokens, document 2 has 5; another row ends in padding.
 SEGMENTS = np.array([[1, 1, 1, 2, 2, 2, 2, 2], [1, 2, 2, 2, 2, 0, 0, 0]])
 POSITIONS = np.array([[0, 1, 2, 0, 1, 2, 3, 4], [0, 0, 1, 2, 3, 0, 0, 0]])
