@@ -40,7 +40,6 @@ Left for a GPU to judge: pairs of blocks that share an MMA (which the interprete
 split of long groups' sums, which would help a weight gradient of few tiles, and the tile sizes.
 """
 
-import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -52,37 +51,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.deviceless import GPUS
+from pallas_kernels.grouped_gemm.tiles import Tiles, bounds
 
-
-@dataclasses.dataclass(frozen=True)
-class Tiles:
-    """How the work is cut. Raises ValueError for sizes that the hardware has no form for."""
-
-    rows: int = 128
-    """Rows of an accumulator, which are lanes of tensor memory: 128."""
-    cols: int = 256
-    """Columns of an accumulator: two of them fill tensor memory's 512."""
-    depth: int = 64
-    """Terms of the sum in one slot of the ring: one swizzled line of 128 bytes."""
-    stages: int = 4
-    """Slots of the ring."""
-    band: int = 8
-    """Tiles of rows that are worked on together, so that they share tiles of w in L2."""
-    cores: int = GPUS["b200"].cores
-    """Blocks: one for each streaming multiprocessor."""
-
-    def __post_init__(self):
-        if self.rows != 128 or self.depth != 64:
-            raise ValueError(f"rows must be 128 and depth 64, got {self.rows} and {self.depth}")
-        if (
-            self.cols not in (64, 128, 192, 256)
-            or self.stages < 2
-            or min(self.band, self.cores) < 1
-        ):
-            raise ValueError(f"cols: a multiple of 64 to 256; stages: 2 or more; got {self}")
-
-
-DEFAULT = Tiles()
+# Rows are lanes of tensor memory, two sums of these columns fill its 512, and the depth is one
+# swizzled line of 128 bytes.
+DEFAULT = Tiles(rows=128, cols=256, depth=64, stages=4, snake=8, cores=GPUS["b200"].cores)
 _ALIGN = 8  # rows: a swizzled tile in shared memory has 8, and TMA moves whole tiles
 _LINE = 64  # elements of bfloat16 in a swizzled line; K and N are padded to whole lines
 
@@ -114,17 +87,11 @@ def refusal(x_MK, w_GKN) -> str | None:
 # The list of work, in XLA.
 
 
-def _bounds(group_sizes_G, num_rows):
-    """(starts, ends, bases): the groups' rows, clipped to those that exist; starts rounded down."""
-    ends_G = jnp.minimum(jnp.cumsum(group_sizes_G, dtype=jnp.int32), num_rows)
-    starts_G = jnp.concatenate([ends_G[:1] * 0, ends_G[:-1]])
-    return starts_G, ends_G, starts_G // _ALIGN
-
-
 def _row_tiles(group_sizes_G, num_rows, rows):
     """(work, counts): for each tile of rows (group, first row / 8, first and end row of the group
     in it), and [number of tiles, rows in all groups]."""
-    starts_G, ends_G, bases_G = _bounds(group_sizes_G, num_rows)
+    starts_G, ends_G = bounds(group_sizes_G, num_rows)
+    bases_G = starts_G // _ALIGN
     tiles_G = jnp.where(ends_G > starts_G, (ends_G - bases_G * _ALIGN + rows - 1) // rows, 0)
     last_G, num_groups = jnp.cumsum(tiles_G, dtype=jnp.int32), group_sizes_G.shape[0]
     # Rounding down adds up to 7 rows to a group, and its last tile may hold a single row.
@@ -141,7 +108,8 @@ def _row_tiles(group_sizes_G, num_rows, rows):
 def _longest_first(group_sizes_G, num_rows):
     """(work, counts): for each group, the longest first (group, first row / 8, first and end row),
     and [number of groups with rows]. Ranks by comparison: G is small, and a sort is a kernel."""
-    starts_G, ends_G, bases_G = _bounds(group_sizes_G, num_rows)
+    starts_G, ends_G = bounds(group_sizes_G, num_rows)
+    bases_G = starts_G // _ALIGN
     size_G, g_G = ends_G - starts_G, jnp.arange(group_sizes_G.shape[0], dtype=jnp.int32)
     longer_GG = (size_G[None] > size_G[:, None]) | (
         (size_G[None] == size_G[:, None]) & (g_G[None] < g_G[:, None])
@@ -272,7 +240,7 @@ def _product_kernel(work, counts, x, w, y, *scratch, tiles: Tiles, flip: bool):
     s, (num_rows, num_cols) = _Scratch(*scratch), y.shape
     col_tiles, steps = pl.cdiv(num_cols, tiles.cols), pl.cdiv(x.shape[1], tiles.depth)
     num_items = counts[0] * col_tiles
-    place = partial(_place, num_rows=counts[0], num_cols=col_tiles, band=tiles.band)
+    place = partial(_place, num_rows=counts[0], num_cols=col_tiles, band=tiles.snake)
 
     def plan(item):
         t, n = place(item)
@@ -364,7 +332,7 @@ def _weight_kernel(work, counts, x, dy, *refs, tiles: Tiles, add: bool):
 
     def place(item):
         """(row of `work`, first row in dw, first column in dw)."""
-        k, n = _place(lax.rem(item, per_group), k_tiles, n_tiles, tiles.band)
+        k, n = _place(lax.rem(item, per_group), k_tiles, n_tiles, tiles.snake)
         return lax.div(item, per_group), k * tiles.rows, n * tiles.cols
 
     def blocks(item):
@@ -514,7 +482,12 @@ def _varies_nowhere(x) -> bool:
 
 
 def _scratch(tiles: Tiles, a_tile, b_tile, dtype, out_dtype=None):
-    """The types of `_Scratch`, in its order."""
+    """The types of `_Scratch`, in its order.
+
+    Raises ValueError for tiles that tensor memory or the ring has no form for.
+    """
+    if tiles.rows != 128 or tiles.depth != 64:
+        raise ValueError(f"rows must be 128 and depth 64, got {tiles.rows} and {tiles.depth}")
     ring = dict(
         dtype=dtype,
         transforms=(plgpu.TilingTransform((_ALIGN, _LINE)), plgpu.SwizzleTransform(128)),

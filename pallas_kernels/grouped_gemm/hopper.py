@@ -45,7 +45,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.deviceless import GPUS, Gpu
-from pallas_kernels.grouped_gemm.tiles import Tiles, choose
+from pallas_kernels.grouped_gemm.tiles import Tiles, bounds, choose
 
 H100 = GPUS["h100"]
 _CHUNK = 32  # columns of the output that a warpgroup stores at once
@@ -60,19 +60,13 @@ def _swizzled(shape, dtype):
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
 
 
-def _bounds(group_sizes_G, num_rows):
-    """(starts, ends) of the groups' rows, clipped to those that exist."""
-    ends_G = jnp.minimum(jnp.cumsum(group_sizes_G, dtype=jnp.int32), num_rows)
-    return jnp.concatenate([ends_G[:1] * 0, ends_G[:-1]]), ends_G
-
-
 def _row_tiles(group_sizes_G, num_rows, rows):
     """(counts_2, tiles_3T): the row tiles of a product by rows.
 
     Tile t holds rows tiles[1, t] up to tiles[2, t], at most `rows` of which are its own, of group
     tiles[0, t]. The first counts[0] tiles have a group; counts[1] more cover the rows past the sum.
     """
-    starts_G, ends_G = _bounds(group_sizes_G, num_rows)
+    starts_G, ends_G = bounds(group_sizes_G, num_rows)
     starts = jnp.concatenate([starts_G, ends_G[-1:]])
     ends = jnp.concatenate([ends_G, ends_G[-1:] * 0 + num_rows])
     upto = jnp.cumsum((ends - starts + rows - 1) // rows, dtype=jnp.int32)
@@ -313,7 +307,7 @@ def product(x_MK, w_GKN, group_sizes_G, tiles: Tiles, transposed: bool):
 
 def _by_size(group_sizes_G, num_rows):
     """(live_1, groups_3G): (group, first row, end row) by falling size, and how many have rows."""
-    starts_G, ends_G = _bounds(group_sizes_G, num_rows)
+    starts_G, ends_G = bounds(group_sizes_G, num_rows)
     rows_G, group_G = ends_G - starts_G, jnp.arange(group_sizes_G.shape[0], dtype=jnp.int32)
     ahead_GG = (rows_G[None] > rows_G[:, None]) | (
         (rows_G[None] == rows_G[:, None]) & (group_G[None] < group_G[:, None])

@@ -1,8 +1,17 @@
-"""Tile sizes of the grouped GEMM kernels, by operation, device and shape."""
+"""How the rows of a grouped GEMM are cut up: where groups lie, and tile sizes by operation, device
+and shape."""
 
 import dataclasses
 
+import jax.numpy as jnp
+
 from pallas_kernels.deviceless import Gpu
+
+
+def bounds(group_sizes_G, num_rows):
+    """Returns (starts, ends) of the groups' rows, clipped to the rows that exist."""
+    ends_G = jnp.minimum(jnp.cumsum(group_sizes_G, dtype=jnp.int32), num_rows)
+    return jnp.concatenate([ends_G[:1] * 0, ends_G[:-1]]), ends_G
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,6 +30,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.grouped_gemm.tiles import bounds
+
 _MAIN_ROWS = 768  # the size of all blocks of a group but the last
 _MOST_ROWS = 1280  # the largest last block, and the ladder's end
 _STEP_ROWS = 64  # the ladder's step: products by rows
@@ -57,8 +59,7 @@ def _rung(ladder, rows):
 def _cut(group_sizes_G, num_rows):
     """(starts, ends, blocks): the groups' rows, clipped to those that exist, and how many blocks
     the groups up to each one, itself included, are cut into."""
-    ends_G = jnp.minimum(jnp.cumsum(group_sizes_G, dtype=jnp.int32), num_rows)
-    starts_G = jnp.concatenate([ends_G[:1] * 0, ends_G[:-1]])
+    starts_G, ends_G = bounds(group_sizes_G, num_rows)
     most, main = min(num_rows, _MOST_ROWS), min(num_rows, _MAIN_ROWS)
     more_G = jnp.maximum(ends_G - starts_G - most + main - 1, 0) // main
     blocks_G = jnp.where(ends_G > starts_G, 1 + more_G, 0)

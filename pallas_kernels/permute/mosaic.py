@@ -166,6 +166,12 @@ def _share(num_items: int, num_blocks: int):
     return first, lax.div(num_items - first + num_blocks - 1, num_blocks)
 
 
+def _place(plan: Plan, first, num_blocks: int, step):
+    """Returns (row of the output, piece) of the block's item of this step."""
+    item = first + step * num_blocks
+    return lax.div(item, plan.pieces), lax.rem(item, plan.pieces)
+
+
 def _each(num_steps, body):
     """Calls body(step) for each step, in a loop of the kernel."""
     lax.fori_loop(0, num_steps, lambda step, _: body(step), None)
@@ -268,10 +274,7 @@ def _sum_kernel(plan: Plan, num_blocks: int, K: int, y_gmem, slots_gmem, *refs):
     num_tokens = out_gmem.shape[0]
     first, steps = _share(num_tokens * plan.pieces, num_blocks)
 
-    def place(step):
-        """Returns (token, piece) of an item."""
-        item = first + step * num_blocks
-        return lax.div(item, plan.pieces), lax.rem(item, plan.pieces)
+    place = partial(_place, plan, first, num_blocks)  # (token, piece)
 
     def slots_of(step):
         """Returns where the token's K rows are; the last token's for an item past the end."""
@@ -343,10 +346,7 @@ def _gradient_kernel(
     num_rows = d_rows_gmem.shape[0]
     first, steps = _share(num_rows * plan.pieces, num_blocks)
 
-    def place(step):
-        """Returns (row, piece) of an item."""
-        item = first + step * num_blocks
-        return lax.div(item, plan.pieces), lax.rem(item, plan.pieces)
+    place = partial(_place, plan, first, num_blocks)  # (row, piece)
 
     def token_of(step):
         """Returns the token of the item's row; the last row's for an item past the end."""

@@ -101,6 +101,19 @@ def test_rows_of_a_global_batch_are_the_same_for_any_process_count(ten):
             process.close()
 
 
+def test_each_microbatch_is_the_same_for_any_process_count(ten):
+    """A batch of 8 rows in 2 microbatches: a process holds its part of each, not one of the two."""
+    with train(ten, batch_size=8) as one:
+        expected = next(one)["tokens"].reshape(2, 4, LENGTH)
+    shares = []
+    for p in range(2):
+        with train(ten, batch_size=8, microbatches=2, process_index=p, process_count=2) as process:
+            shares.append(next(process)["tokens"].reshape(2, 2, LENGTH))
+    np.testing.assert_array_equal(np.concatenate(shares, axis=1), expected)
+    with pytest.raises(ValueError, match="2 processes and 3 microbatches; take a multiple of 6"):
+        train(ten, batch_size=8, microbatches=3, process_count=2)
+
+
 def test_resume_on_another_process_count_and_batch_size_goes_on_with_the_next_row(ten):
     with train(ten, batch_size=2) as batches:
         expected = [letter for batch in take(ten, batches, 15) for letter in batch]

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -21,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels.grouped_gemm import blackwell, reference
 from tests.oracle import max_relative_error
 
-TILES = blackwell.Tiles(cols=128, stages=2, band=2, cores=2)
+TILES = replace(blackwell.DEFAULT, cols=128, stages=2, snake=2, cores=2)
 ROUNDING, FLOAT32_SUM = 2.0**-7, 1e-5
 MAIN = (328, 72, 200)  # three tiles of rows; K and N end inside a tile, and inside a line
 # name: (group sizes, (M, K, N)); past their sum, rows are NaN
@@ -171,10 +172,14 @@ def test_refusal_names_what_is_wrong():
     assert of(8, 24) == "none"
     assert "bfloat16" in of(8, 8, jnp.float32)
     assert "multiples of 8" in of(8, 20) and "multiples of 8" in of(12, 8)
-    with pytest.raises(ValueError, match="rows must be 128"):
-        blackwell.Tiles(rows=64)
-    with pytest.raises(ValueError, match="cols"):
-        blackwell.Tiles(cols=512)
+    for changed in ({"rows": 64}, {"cols": 512}, {"stages": 1}, {"depth": 32}):
+        with pytest.raises(ValueError, match=f"{[*changed.values()][0]}"):
+            replace(blackwell.DEFAULT, **changed)
+    x, w = jnp.zeros((16, 64), jnp.bfloat16), jnp.zeros((2, 64, 64), jnp.bfloat16)
+    for changed in ({"rows": 256}, {"depth": 128}):  # these have a form on Hopper
+        tiles, sizes = replace(blackwell.DEFAULT, **changed), jnp.array([8, 8], jnp.int32)
+        with pytest.raises(ValueError, match="rows must be 128 and depth 64"):
+            jax.eval_shape(lambda x, w, t=tiles, s=sizes: blackwell.grouped_gemm(x, w, s, t), x, w)
 
 
 @pytest.mark.deviceless
