@@ -1,4 +1,4 @@
-"""Kernels: grouped GEMM, permutation, SwiGLU, attention, cross-entropy; tensors, not models.
+"""Kernels: grouped GEMM and MLP, permutation, attention, cross-entropy, ..; tensors, not models.
 
 One folder an operation, one public function each, `reference.py` in it the definition. `impl=None`
 picks the best implementation that serves; a name runs that one, or raises and says why not.
@@ -7,6 +7,7 @@ picks the best implementation that serves; a name runs that one, or raises and s
 from pallas_kernels.attention import attention
 from pallas_kernels.cross_entropy import logit_stats
 from pallas_kernels.grouped_gemm import grouped_gemm, overflow_rows
+from pallas_kernels.grouped_mlp import grouped_mlp
 from pallas_kernels.linear import linear
 from pallas_kernels.permute import permute, sort_slots, unpermute
 from pallas_kernels.swiglu import swiglu
@@ -14,6 +15,7 @@ from pallas_kernels.swiglu import swiglu
 __all__ = [
     "attention",
     "grouped_gemm",
+    "grouped_mlp",
     "linear",
     "logit_stats",
     "overflow_rows",

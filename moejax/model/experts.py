@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from moejax.core import params
 from moejax.core.mesh import Fold
 from moejax.core.precision import PrecisionConfig
-from pallas_kernels import grouped_gemm, swiglu
+from pallas_kernels import grouped_mlp
 
 
 class Experts(nnx.Module):
@@ -60,5 +60,4 @@ class Experts(nnx.Module):
         """
         w_in = self.w_in[...]
         w_in = params.merge_glu(w_in) if w_in.ndim == 4 else w_in
-        h_sf = swiglu(grouped_gemm(x_sD, w_in, sizes_e, impl=self.impl), weights_s)
-        return grouped_gemm(h_sf, self.w_out[...], sizes_e, impl=self.impl)
+        return grouped_mlp(x_sD, w_in, self.w_out[...], weights_s, sizes_e, impl=self.impl)

@@ -17,20 +17,19 @@ def _forward(h_MF2, weights_M):
 
 
 def _backward(saved, dy_MF):
-    """With s = sigmoid(g): d silu = s (1 + g (1 - s)) dg; the weight gets (y/weight) . dy."""
+    """The weight gets the unweighted activation . dy."""
     h_MF2, weights_M = saved
     wide = jnp.float64 if h_MF2.dtype == jnp.float64 else jnp.float32
     gate, up = jnp.split(h_MF2.astype(wide), 2, axis=-1)
     dy = dy_MF.astype(wide)
-    s = jax.nn.sigmoid(gate)
+    by_gate, by_up, value = reference.slopes(gate, up)
     scaled = dy if weights_M is None else dy * weights_M.astype(wide)[..., None]
-    d_gate = (scaled * up * s * (1 + gate * (1 - s))).astype(h_MF2.dtype)
-    d_up = (scaled * gate * s).astype(h_MF2.dtype)
+    d_gate, d_up = (scaled * by_gate).astype(h_MF2.dtype), (scaled * by_up).astype(h_MF2.dtype)
     # Barriers: fused into one loop, the two halves and the sum over a row run scalar on XLA:CPU.
     dh = jnp.concatenate(jax.lax.optimization_barrier((d_gate, d_up)), axis=-1)
     if weights_M is None:
         return dh, None
-    d_weights = jax.lax.optimization_barrier(dy * gate * s * up).sum(axis=-1)
+    d_weights = jax.lax.optimization_barrier(dy * value).sum(axis=-1)
     return dh, d_weights.astype(weights_M.dtype)
 
 

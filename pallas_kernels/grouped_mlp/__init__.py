@@ -1,0 +1,50 @@
+"""The experts in one operation: two grouped GEMMs with a weighted SwiGLU between them.
+
+    a_MF = silu(x @ gate[g]) * (x @ up[g]) * weight        for the rows of each group g
+    y_MD = a_MF @ w_out[g]
+
+The routing weight multiplies before the second product, so an expert's output is never needed
+again. Kernels for GPUs do the elementwise work while a tile is still on the chip; elsewhere the
+parts of this package are put together.
+"""
+
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.grouped_mlp import parts, reference
+
+
+def grouped_mlp(
+    x_MD: Float[Array, "M D"],
+    w_in_GDF2: Float[Array, "G D F2"],
+    w_out_GFD: Float[Array, "G F D"],
+    weights_M: Float[Array, " M"],
+    group_sizes_G: Int[Array, " G"],
+    *,
+    impl: str | None = None,
+) -> Float[Array, "M D"]:
+    """Returns y[m] = (silu(x[m] @ gate[g]) * (x[m] @ up[g]) * weights[m]) @ w_out[g], as x's dtype.
+
+    w_in holds gate in its first F columns and up in the others. Groups and `impl` as in
+    `grouped_gemm`: rows past the sum of the sizes give zeros and get zero gradients, whatever they
+    hold. h = x @ w_in is rounded to x's dtype before the activation, which is computed in float32
+    (float64 for float64). Differentiable in x, w_in, w_out and weights. 6*M*D*F FLOPs, and twice
+    that for the gradients.
+
+    Raises ValueError for shapes that do not fit, and as `grouped_gemm` does.
+    """
+    _check(x_MD, w_in_GDF2, w_out_GFD, weights_M)
+    if impl == "reference":
+        return reference.grouped_mlp(x_MD, w_in_GDF2, w_out_GFD, weights_M, group_sizes_G)
+    return parts.grouped_mlp(x_MD, w_in_GDF2, w_out_GFD, weights_M, group_sizes_G, impl=impl)
+
+
+def _check(x_MD, w_in_GDF2, w_out_GFD, weights_M) -> None:
+    (M, D), (G, F, _) = x_MD.shape, w_out_GFD.shape
+    if w_in_GDF2.shape != (G, D, 2 * F) or w_out_GFD.shape[2] != D or weights_M.shape != (M,):
+        raise ValueError(
+            "grouped_mlp takes [M, D], [G, D, 2F], [G, F, D], [M]; got "
+            f"{x_MD.shape}, {w_in_GDF2.shape}, {w_out_GFD.shape}, {weights_M.shape}"
+        )
+
+
+__all__ = ["grouped_mlp"]
