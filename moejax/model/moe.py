@@ -35,6 +35,10 @@ class MoEConfig:
     dispatch: str = "all_gather"
     """How tokens reach experts: "all_gather" (also the best on one device), "all_to_all" (padded),
     "ragged" (exact sizes; emulated on CPU), "reference" (one-hot oracle)."""
+    budget: float = 0.0
+    """Rows that a device has room to receive, as a multiple of a balanced load ("all_to_all" and
+    "ragged"). A step that needs more changes nothing and is run again with room for the worst case;
+    0: always room for the worst case."""
     impl: str = ""
     """Grouped GEMM by name ("hopper", "blackwell", "xla", "reference"); empty: the best that
     serves."""
@@ -47,6 +51,11 @@ class MoEConfig:
         if self.dispatch not in DISPATCHERS:
             raise ValueError(
                 f"moe.dispatch={self.dispatch!r}: choose from {', '.join(DISPATCHERS)}"
+            )
+        if self.budget and self.budget < 1:
+            raise ValueError(
+                f"moe.budget={self.budget} is below a balanced load, so every step would be run "
+                "twice: choose 0 (the worst case) or 1 and more (1.2 is usual)"
             )
         if self.top_k == 1 and self.router.renormalize:
             raise ValueError(
@@ -80,7 +89,8 @@ class MoE(nnx.Module):
             self.shared = MLP(dim, cfg.shared_ffn_dim, **kinds)
 
     def __call__(self, x_tD: Float[Array, "t D"], stream: Stream) -> tuple[Array, Aux]:
-        """Returns (y_tD, {"aux_loss", "z_loss", "load_E", "dropped"}: this device's shares)."""
+        """Returns (y_tD, {"aux_loss", "z_loss", "load_E", "dropped", "overflow"}: this device's
+        shares)."""
         cfg, fold, dispatcher = self.cfg, self.fold, DISPATCHERS[self.cfg.dispatch]
         dtype = self.precision.dtype("router")
         logits_tE = x_tD.astype(dtype) @ self.w_router[...].astype(dtype)
@@ -89,11 +99,13 @@ class MoE(nnx.Module):
         aux = balance.losses(routing, stream, cfg.router, fold)
         with jax.named_scope("dispatch"):
             rows = dispatcher.dispatch(
-                x_tD, routing.experts_tK, routing.weights_tK, cfg.num_experts, fold
+                x_tD, routing.experts_tK, routing.weights_tK, cfg.num_experts, fold, cfg.budget
             )
         y_sD = self.experts(rows.x_sD, rows.weights_s, rows.sizes_e)
         with jax.named_scope("combine"):
             y_tD = dispatcher.combine(y_sD, rows.route, fold)
-        arrived = rows.num_slots.astype(jnp.float32) / fold.degree("etp")
-        aux["dropped"] = aux["load_E"].sum() - arrived
+        arrived, overflow = (
+            n.astype(jnp.float32) / fold.degree("etp") for n in (rows.num_slots, rows.overflow)
+        )
+        aux |= {"dropped": aux["load_E"].sum() - arrived, "overflow": overflow}
         return (y_tD + self.shared(x_tD) if cfg.shared_ffn_dim else y_tD), aux

@@ -70,6 +70,10 @@ class ModelConfig:
                 f"is not a multiple of the pattern {self.pattern!r}"
             )
 
+    def worst_case(self) -> "ModelConfig":
+        """Returns the same model with room, on every device, for whatever may arrive there."""
+        return dataclasses.replace(self, moe=dataclasses.replace(self.moe, budget=0.0))
+
     def stacks(self) -> tuple[tuple[str, int], ...]:
         """Returns (kinds of one unit, how many) of each run of equal layers."""
         dense, rest = self.first_k_dense, self.num_layers - self.first_k_dense

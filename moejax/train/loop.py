@@ -4,7 +4,9 @@ Of a run of many processes each does its part of every step; the first writes an
 
 The host runs one step ahead of the device: it dispatches step n, then waits for step n-1 to be
 *done* (the only wait, while the device is busy with n), and reads the metrics of n-1, which are
-ready by then. No value that is still being computed is ever read inside a step.
+ready by then. No value that is still being computed is ever read inside a step. If n-1 overflowed
+its budget, then n, too, has changed nothing: both batches are run again, n-1 with room for the
+worst case.
 """
 
 import time
@@ -81,23 +83,18 @@ class _Reporter:
         self._peak = run.matmul_rate
         self._flops = facts["model_flops_per_token"]
         self._throughput = Throughput()
-        self._pending: tuple[int, Any] | None = None
 
-    def step(self, number: int, metrics: Any) -> None:
-        """Takes the metrics of the step just dispatched; reports the one before it."""
-        self.flush()
-        self._pending = (number, metrics)
+    def step(self, number: int, metrics: Any, again: bool) -> bool:
+        """Waits until the step is done; reports it and returns True, or False if it overflowed.
 
-    def flush(self) -> None:
-        """Waits until the pending step is done, and reports it."""
-        if self._pending is None:
-            return
-        number, metrics = self._pending
-        self._pending = None
+        `again`: this is the second time that its batch is run.
+        """
         jax.block_until_ready(metrics)
         record = jax.device_get(metrics)
+        if record.pop("overflowed"):
+            return False
         rate = self._throughput.step(int(record["num_tokens"]))
-        record |= {"step": number, "tokens_per_second": rate}
+        record |= {"step": number, "tokens_per_second": rate, "again": int(again)}
         record |= {"matmul_share": rate * self._flops / self._peak}
         moe = record.get("moe")
         if moe:
@@ -108,6 +105,7 @@ class _Reporter:
         if self._writer:
             self._writer.step(record)
         self._display.step(record)
+        return True
 
     def evaluation(self, number: int, losses: dict[str, float]) -> None:
         """Reports an evaluation, and leaves its time out of the throughput."""
@@ -122,9 +120,42 @@ class _Reporter:
         self._throughput.restart()
 
 
+class _Ahead:
+    """Dispatches steps in order, the reports of each one step behind."""
+
+    def __init__(self, run: Run, compiled, reporter: _Reporter):
+        self._run, self._compiled, self._reporter = run, compiled, reporter
+        self._pending: tuple[int, Any, Any] | None = None
+
+    def step(self, number: int, batch: Any) -> Any:
+        """Dispatches a step, and reports the one before it; returns its metrics."""
+        before, self._pending = self._pending, self._dispatch(number, batch)
+        if before and not self._reporter.step(before[0], before[2], again=False):
+            self._again(before)
+            self._pending = self._dispatch(number, batch)
+        return self._pending[2]
+
+    def settle(self) -> None:
+        """Waits until the last step is done, and reports it: `run.state` is then that step's."""
+        pending, self._pending = self._pending, None
+        if pending and not self._reporter.step(pending[0], pending[2], again=False):
+            self._again(pending)
+
+    def _dispatch(self, number: int, batch: Any) -> tuple[int, Any, Any]:
+        self._run.state, metrics = self._compiled(self._run.state, batch)
+        return number, batch, metrics
+
+    def _again(self, overflowed: tuple[int, Any, Any]) -> None:
+        number, batch, _ = overflowed
+        self._run.state, metrics = self._run.again_step(self._run.state, batch)
+        if not self._reporter.step(number, metrics, again=True):
+            raise RuntimeError(f"step {number} overflowed with room for the worst case")
+
+
 def _steps(run: Run, compiled, facts, reporter, watchdog, trace, stop) -> int:
     """Runs the steps; returns the number of the last one. `run.state` is then that step's."""
     train, saver, number = run.config.train, run.checkpointer, run.start_step
+    ahead = _Ahead(run, compiled, reporter)
     if number == 0:
         reporter.evaluation(0, evaluate(run))
     while number < train.steps and not stop.should_stop():
@@ -134,20 +165,19 @@ def _steps(run: Run, compiled, facts, reporter, watchdog, trace, stop) -> int:
             reporter.restart_clock()
         number += 1
         trace.before_step(number)
-        run.state, metrics = compiled(run.state, run.put(batch))
-        reporter.step(number, metrics)
+        metrics = ahead.step(number, run.put(batch))
         trace.after_step(number, metrics)
         watchdog.beat(number)
         last = number == train.steps
         if last or (train.eval_every and number % train.eval_every == 0):
-            reporter.flush()
+            ahead.settle()
             reporter.evaluation(number, evaluate(run))
             watchdog.beat(number)
         if saver.should_save(number):
-            reporter.flush()
+            ahead.settle()
             saver.save(number, run.state, run.position())
             reporter.restart_clock()
-    reporter.flush()
+    ahead.settle()
     return number
 
 
@@ -187,7 +217,7 @@ def _closing_facts(run: Run, steps: int) -> dict[str, Any]:
     train, facts = run.config.train, {}
     if train.sample_tokens:
         ids = sample(
-            make_next_logits(run.layout), run.state, run.tokenizer.encode(PROMPT),
+            make_next_logits(run.worst_case), run.state, run.tokenizer.encode(PROMPT),
             num_tokens=train.sample_tokens, length=min(train.sequence_length, 256),
             vocab_size=run.tokenizer.vocab_size,
         )  # fmt: skip

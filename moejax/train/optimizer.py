@@ -210,11 +210,13 @@ def apply_update(
     *,
     scale: Scalar,
     finite: Bool[Array, ""],
+    counts: Bool[Array, ""] | bool = True,
 ) -> tuple[PyTree[Array], optax.OptState, Int[Array, ""]]:
     """Returns (params, opt_state, num_skipped) after a step along `grads * scale`.
 
     If not `finite`, parameters, moments and counts stay bit for bit as they were and `num_skipped`
     goes up by 1. `finite` must be the same on every device: make it from reduced norm and loss.
+    A step that does not count changes nothing at all.
     """
     grads = jax.tree.map(_at_least_float32, grads)
     grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
@@ -223,10 +225,9 @@ def apply_update(
         lambda p, u: (_at_least_float32(p) + u).astype(p.dtype), params, updates
     )
     # A select, not a product: 0 * NaN is NaN.
-    params, opt_state = jax.tree.map(
-        lambda new, old: jnp.where(finite, new, old), (new_params, new_state), (params, opt_state)
-    )
-    return params, opt_state, num_skipped + (~finite).astype(num_skipped.dtype)
+    choose = lambda new, old: jnp.where(finite & counts, new, old)  # noqa: E731
+    params, opt_state = jax.tree.map(choose, (new_params, new_state), (params, opt_state))
+    return params, opt_state, num_skipped + (~finite & counts).astype(num_skipped.dtype)
 
 
 def _at_least_float32(x: Array) -> Array:

@@ -75,6 +75,8 @@ class Run:
     config: Sections
     precision: PrecisionConfig
     layout: Layout
+    worst_case: Layout
+    """`layout` without a budget: for evaluation, and for steps that overflowed."""
     tokenizer: Tokenizer
     batches: TrainBatches
     evals: dict[str, EvalBatches]
@@ -82,6 +84,8 @@ class Run:
     state: TrainState
     start_step: int
     train_step: jax.stages.Wrapped
+    again_step: jax.stages.Wrapped
+    """The step for a batch that overflowed its budget; compiled at its first use."""
     eval_step: jax.stages.Wrapped
     matmul_rate: float
     """Dense-matmul FLOP/s of the compute dtype, measured here, of all devices together."""
@@ -175,13 +179,19 @@ def prepare(config: Sections) -> Run:
     state, start = _first_state(config, optimizer, layout, precision, checkpointer)
     if saved:
         batches.restore(saved["data"])
-    step = make_train_step(config.model, config.optimizer, optimizer, layout, precision, steps)
+    worst_case = plan_state(config.model.worst_case(), optimizer, fold, mesh, zero, precision)
+    step, again_step = (
+        make_train_step(
+            config.model, config.optimizer, optimizer, plan, precision, steps, worst_case=again
+        )
+        for plan, again in ((layout, False), (worst_case, True))
+    )
     # Devices simulated on a CPU share its cores, so that one product takes them all.
     devices = jax.process_count() if jax.default_backend() == "cpu" else mesh.devices.size
     rate = devices * measure_dense_matmul(precision.dtype("compute"), seconds=0.5)
     return Run(
-        config, precision, layout, tokenizer, batches, evals, checkpointer, state, start,
-        step, make_eval_step(layout), rate,
+        config, precision, layout, worst_case, tokenizer, batches, evals, checkpointer, state,
+        start, step, again_step, make_eval_step(worst_case), rate,
     )  # fmt: skip
 
 

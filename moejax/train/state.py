@@ -31,6 +31,9 @@ class TrainState:
     opt_state: Any
     num_skipped: Any
     """int32. Steps whose loss or gradients were not finite, and changed nothing."""
+    overflowed: Any
+    """bool. A step before this one exceeded its budget (`MoEConfig.budget`): until it has been run
+    again, with room for the worst case, no step changes anything."""
     key: Any
     """The run's random key (typed)."""
 
@@ -99,6 +102,7 @@ def plan_state(
         buffers=buffers,
         opt_state=jax.eval_shape(optimizer.init, params),
         num_skipped=jax.ShapeDtypeStruct((), jnp.int32),
+        overflowed=jax.ShapeDtypeStruct((), jnp.bool_),
         key=jax.eval_shape(lambda: jax.random.key(0)),
     )
     param_specs = sharding.specs(dims, table, fold)
@@ -108,6 +112,7 @@ def plan_state(
         buffers=jax.tree.map(lambda _: P(), buffer_dims, is_leaf=sharding.is_dims),
         opt_state=map_like_params(abstract.opt_state, param_specs, P()),
         num_skipped=P(),
+        overflowed=P(),
         key=P(),
     )
     return Layout(definition, dims, abstract, specs, fold, zero, mesh)
@@ -125,9 +130,9 @@ def init_state(
     def make(seed):
         model = _build(cfg, layout.fold, layout.zero, precision, seed)
         _, params, buffers = parameters.partition(model)
-        zero = jnp.zeros((), jnp.int32)
+        zero, no = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.bool_)
         return TrainState(
-            zero, params, buffers, optimizer.init(params), zero, jax.random.key(seed)
+            zero, params, buffers, optimizer.init(params), zero, no, jax.random.key(seed)
         )
 
     return jax.jit(make, static_argnums=0, out_shardings=layout.shardings)(seed)

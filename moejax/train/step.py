@@ -9,6 +9,10 @@ same on which devices. The step
    reduce-scatter over those that shard it (dense: dp, experts: edp).
 2. scans over microbatches, adding up gradients in the accumulation dtype.
 3. updates parameters, moments and router bias, or, when loss or gradients are not finite, nothing.
+
+Where a device received more rows than its budget, the step changes nothing but `overflowed`, and
+while that is set, neither does any step after it. The host, which reads this one step late, runs
+the batch again by the step that `worst_case` makes, which clears it, and goes on from there.
 """
 
 import dataclasses
@@ -136,6 +140,13 @@ def _update_buffers(buffers, load_by_stack, rate: float, finite: Array):
     return jax.tree_util.tree_map_with_path(move, buffers) if rate else buffers
 
 
+def _overflowed(auxes: dict) -> Array:
+    """Returns whether a device, in some layer and microbatch, had no room for its rows."""
+    if not any(auxes.values()):
+        return jnp.zeros((), jnp.bool_)
+    return (by_layer(auxes, "overflow") > 0).any()
+
+
 def _moe_metrics(auxes: dict, buffers) -> dict:
     """Per-layer metrics, [layers] or [layers, E], from aux already summed over devices."""
     load_LE = by_layer(auxes, "load_E")
@@ -164,13 +175,15 @@ def make_train_step(
     precision: PrecisionConfig,
     total_steps: int,
     *,
+    worst_case: bool = False,
     with_grads: bool = False,
 ) -> jax.stages.Wrapped:
     """Returns the jitted step: (state, batch of [microbatches, rows, L]) -> (state, metrics).
 
     The state is donated. Metrics stay on the device: "loss" (nats a token), "grad_norm", "lr",
-    "num_tokens", "skipped", and "moe" by layer. `with_grads` adds "grads", where they rest, for
-    tests.
+    "num_tokens", "skipped", "overflowed", and "moe" by layer. `worst_case`, for a layout without a
+    budget, takes a state that overflowed for what it was before. `with_grads` adds "grads", where
+    they rest, for tests.
     """
     schedule, fold = make_schedule(opt_cfg, total_steps), layout.fold
     axes, rate = layout.shard_axes(), model_cfg.moe.router.bias_rate
@@ -183,20 +196,25 @@ def make_train_step(
         norm = global_norm(grads, axes, collectives.psum)
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)
         lr = schedule(num_updates(state.opt_state))
+        auxes = collectives.psum(auxes, fold.tokens)
+        overflowed = _overflowed(auxes) | (state.overflowed & (not worst_case))
         new_params, opt_state, skipped = apply_update(
             optimizer, grads, state.opt_state, state.params, state.num_skipped,
-            scale=clip_scale(norm, opt_cfg.clip_norm), finite=finite,
+            scale=clip_scale(norm, opt_cfg.clip_norm), finite=finite, counts=~overflowed,
         )  # fmt: skip
-        auxes = collectives.psum(auxes, fold.tokens)
-        buffers = _update_buffers(state.buffers, auxes, rate, finite)
-        state = TrainState(state.step + 1, new_params, buffers, opt_state, skipped, state.key)
+        buffers = _update_buffers(state.buffers, auxes, rate, finite & ~overflowed)
+        number = state.step + (~overflowed).astype(state.step.dtype)
+        state = TrainState(
+            number, new_params, buffers, opt_state, skipped, overflowed, state.key
+        )
         metrics = {"loss": loss, "grad_norm": norm, "lr": lr, "skipped": skipped}
+        metrics["overflowed"] = overflowed
         metrics["num_tokens"] = count_batch(batch["segment_ids"], batch["targets"], fold).targets
         if any(auxes.values()):
             metrics["moe"] = _moe_metrics(auxes, buffers)
         return state, metrics | ({"grads": grads} if with_grads else {})
 
-    scalars = ("loss", "grad_norm", "lr", "skipped", "num_tokens")
+    scalars = ("loss", "grad_norm", "lr", "skipped", "overflowed", "num_tokens")
     metric_specs: dict = {name: P() for name in scalars}
     if "M" in model_cfg.kinds():
         metric_specs["moe"] = P()

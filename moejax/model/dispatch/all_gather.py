@@ -9,8 +9,13 @@ from moejax.core.mesh import Fold
 from moejax.model.dispatch.base import Dispatched, Dispatcher, arrive, local_ids, unsort_rows
 
 
-def dispatch(x_tD, experts_tK, weights_tK, num_experts: int, fold: Fold) -> Dispatched:
-    """Returns rows sorted by local expert; at most (tokens of the group) * K of them."""
+def dispatch(
+    x_tD, experts_tK, weights_tK, num_experts: int, fold: Fold, budget: float
+) -> Dispatched:
+    """Returns rows sorted by local expert; at most (tokens of the group) * K of them.
+
+    They are here in any case, so no budget bounds them.
+    """
     axes, num_local = fold["ep"] + fold["etp"], num_experts // fold.degree("ep")
     x_TD, experts_TK, weights_TK = (
         collectives.all_gather(a, axes) for a in (x_tD, experts_tK, weights_tK)

@@ -1,6 +1,7 @@
 """Send each slot to the device of its expert in padded blocks, one a destination; and back.
 
-A block holds C = t * min(K, E/ep) rows, the worst case: nothing is ever dropped. Rows travel with
+A block holds C = t * min(K, E/ep) rows, the worst case, or with a budget C = budget * t * K / ep;
+slots that find no room are counted, and the step is run again with the worst case. Rows travel with
 their weight and their expert's local id; padding has the id that no expert has. Inside an etp
 group, whose devices hold slices of the same experts, rows are gathered, and results reduced.
 
@@ -18,13 +19,14 @@ from moejax.model.dispatch.base import (
     Sorted,
     arrive,
     row_weights,
+    rows_from_each,
     unsort_rows,
 )
 from pallas_kernels import permute, sort_slots
 
 
 def _blocks(experts_tK, num_experts: int, num_ranks: int, capacity: int):
-    """Returns (order of the send buffer, local id of each of its rows)."""
+    """Returns (order of the send buffer, local id of each of its rows, slots without room)."""
     num_local = num_experts // num_ranks
     tokens_s, slots_tK, sizes_E = sort_slots(experts_tK, num_experts)
     sizes_r = sizes_E.reshape(num_ranks, num_local).sum(axis=1, dtype=jnp.int32)
@@ -35,25 +37,28 @@ def _blocks(experts_tK, num_experts: int, num_ranks: int, capacity: int):
     tokens_rc = jnp.where(filled_rc, tokens_s[row_rc], -1)
     rank_tK = jnp.minimum(experts_tK // num_local, num_ranks - 1)
     sent_tK = rank_tK * capacity + slots_tK - starts_r[rank_tK]
-    order = Sorted(tokens_rc.reshape(-1), jnp.where(slots_tK < 0, -1, sent_tK))
+    nowhere_tK = (slots_tK < 0) | (slots_tK - starts_r[rank_tK] >= capacity)
+    order = Sorted(tokens_rc.reshape(-1), jnp.where(nowhere_tK, -1, sent_tK))
     ends_E = jnp.cumsum(sizes_E, dtype=jnp.int32)
     expert_rc = jnp.searchsorted(ends_E, row_rc, side="right").astype(jnp.int32)
     ids_rc = jnp.where(filled_rc, expert_rc % num_local, num_local)
-    return order, ids_rc.reshape(-1)
+    return order, ids_rc.reshape(-1), jnp.maximum(sizes_r - capacity, 0).sum()
 
 
-def dispatch(x_tD, experts_tK, weights_tK, num_experts: int, fold: Fold) -> Dispatched:
+def dispatch(
+    x_tD, experts_tK, weights_tK, num_experts: int, fold: Fold, budget: float
+) -> Dispatched:
     """Returns rows sorted by local expert; at most ep * etp * C of them."""
     ep, etp, num_ranks = fold["ep"], fold["etp"], fold.degree("ep")
     num_local = num_experts // num_ranks
-    capacity = x_tD.shape[0] * min(experts_tK.shape[1], num_local)
-    sent, ids_c = _blocks(experts_tK, num_experts, num_ranks, capacity)
+    capacity = rows_from_each(*experts_tK.shape, num_experts, num_ranks, budget)
+    sent, ids_c, overflow = _blocks(experts_tK, num_experts, num_ranks, capacity)
     outgoing = (permute(x_tD, *sent), ids_c, row_weights(weights_tK, sent))
     x_cD, ids_c, weights_c = (
         collectives.all_gather(collectives.all_to_all(a, ep), etp) for a in outgoing
     )
     arrived, received = arrive(x_cD, ids_c[:, None], weights_c[:, None], num_local)
-    return arrived._replace(route=(sent, received))
+    return arrived._replace(overflow=overflow, route=(sent, received))
 
 
 def combine(y_sD, route, fold: Fold):

@@ -6,6 +6,7 @@ them per token. What `combine` needs to know travels in `Dispatched.route`.
 """
 
 from collections.abc import Callable
+from math import ceil
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +25,8 @@ class Dispatched(NamedTuple):
     sizes_e: Int[Array, " e"]
     num_slots: Int[Array, ""]
     """Slots that arrived here: summed over ep and edp they are all slots, or some were dropped."""
+    overflow: Int[Array, ""]
+    """Rows that the budget had no room for. Where any device has some, the step must not count."""
     route: Any
     """The way back: indices that `combine` reads."""
 
@@ -31,12 +34,12 @@ class Dispatched(NamedTuple):
 class Dispatcher(NamedTuple):
     """A pair of functions, chosen by name.
 
-    dispatch(x_tD, experts_tK, weights_tK, num_experts, fold) -> Dispatched
+    dispatch(x_tD, experts_tK, weights_tK, num_experts, fold, budget) -> Dispatched
     combine(y_sD, route, fold) -> y_tD
     """
 
     name: str
-    dispatch: Callable[[Array, Array, Array, int, Fold], Dispatched]
+    dispatch: Callable[[Array, Array, Array, int, Fold, float], Dispatched]
     combine: Callable[[Array, Any, Fold], Array]
 
 
@@ -73,7 +76,24 @@ def sort_rows(
 def arrive(x_tD, ids_tK, weights_tK, num_local: int) -> tuple[Dispatched, Sorted]:
     """Returns what `dispatch` returns, but for the route, and the order of the sorted rows."""
     x_sD, weights_s, sizes_e, order = sort_rows(x_tD, ids_tK, weights_tK, num_local)
-    return Dispatched(x_sD, weights_s, sizes_e, sizes_e.sum(), order), order
+    num_slots = sizes_e.sum()
+    return Dispatched(x_sD, weights_s, sizes_e, num_slots, 0 * num_slots, order), order
+
+
+def rows_from_each(
+    num_tokens: int, top_k: int, num_experts: int, num_ranks: int, budget: float
+) -> int:
+    """Returns for how many rows, from each of the ranks of its ep group, a device has room.
+
+    A balanced load is num_tokens * top_k rows from all of them together; the room is `budget` times
+    that, and at most the worst case: from each rank every token, at each local expert it may have
+    chosen. budget 0: the worst case.
+
+    >>> rows_from_each(8, 2, 8, 4, 0), rows_from_each(8, 2, 8, 4, 1.5)
+    (16, 6)
+    """
+    worst = num_tokens * min(top_k, num_experts // num_ranks)
+    return min(worst, ceil(budget * num_tokens * top_k / num_ranks)) if budget else worst
 
 
 def unsort_rows(y_sD: Float[Array, "s D"], order: Sorted) -> Float[Array, "t D"]:

@@ -1,8 +1,10 @@
 """Send each slot to the device of its expert, exactly as many rows as there are.
 
 The sizes are device values: every rank learns the [ep, ep] table of sizes by one small
-all-gather, and `ragged_all_to_all` reads offsets from it. The receive buffer has room for the
-worst case, ep * t * min(K, E/ep) rows, so nothing is dropped; only real rows travel.
+all-gather, and `ragged_all_to_all` reads offsets from it. Only real rows travel. The receive buffer
+has room for the worst case, ep * t * min(K, E/ep) rows, or with a budget for budget * t * K: where
+a rank of the group would receive more, nothing is sent at all, the rows too many are counted, and
+the step is run again with the worst case.
 """
 
 from typing import NamedTuple
@@ -17,6 +19,7 @@ from moejax.model.dispatch.base import (
     Dispatcher,
     Sorted,
     arrive,
+    rows_from_each,
     sort_rows,
     unsort_rows,
 )
@@ -39,25 +42,33 @@ class Route(NamedTuple):
     back: Tables
 
 
-def _tables(sizes_r: Int[Array, " ep"], fold: Fold) -> tuple[Tables, Tables]:
-    """Returns the tables there and back, from the rows this device sends to each rank."""
+def _tables(
+    sizes_r: Int[Array, " ep"], rows: int, fold: Fold
+) -> tuple[Tables, Tables, Int[Array, ""]]:
+    """Returns the tables there and back, from the rows this device sends to each rank, and by how
+    much what it receives exceeds `rows`."""
     me = collectives.axis_index(fold["ep"])
     sizes_rr = collectives.all_gather(sizes_r[None], fold["ep"])  # [sender, receiver]
+    excess_r = jnp.maximum(sizes_rr.sum(axis=0, dtype=jnp.int32) - rows, 0)
+    sizes_rr = jnp.where((excess_r > 0).any(), 0, sizes_rr)
     # Where a block starts at its sender, and at its receiver.
     sent_rr = jnp.cumsum(sizes_rr, axis=1, dtype=jnp.int32) - sizes_rr
     placed_rr = jnp.cumsum(sizes_rr, axis=0, dtype=jnp.int32) - sizes_rr
-    there = Tables(sent_rr[me], sizes_r, placed_rr[me], sizes_rr[:, me])
-    back = Tables(placed_rr[:, me], sizes_rr[:, me], sent_rr[:, me], sizes_r)
-    return there, back
+    there = Tables(sent_rr[me], sizes_rr[me], placed_rr[me], sizes_rr[:, me])
+    back = Tables(placed_rr[:, me], sizes_rr[:, me], sent_rr[:, me], sizes_rr[me])
+    return there, back, excess_r[me]
 
 
-def dispatch(x_tD, experts_tK, weights_tK, num_experts: int, fold: Fold) -> Dispatched:
+def dispatch(
+    x_tD, experts_tK, weights_tK, num_experts: int, fold: Fold, budget: float
+) -> Dispatched:
     """Returns rows sorted by local expert; at most ep * etp * t * min(K, E/ep) of them."""
     ep, etp, num_ranks = fold["ep"], fold["etp"], fold.degree("ep")
     num_local = num_experts // num_ranks
-    rows = num_ranks * x_tD.shape[0] * min(experts_tK.shape[1], num_local)
+    rows = num_ranks * rows_from_each(*experts_tK.shape, num_experts, num_ranks, budget)
     x_sD, weights_s, sizes_E, sent = sort_rows(x_tD, experts_tK, weights_tK, num_experts)
-    there, back = _tables(sizes_E.reshape(num_ranks, num_local).sum(axis=1, dtype=jnp.int32), fold)
+    sizes_r = sizes_E.reshape(num_ranks, num_local).sum(axis=1, dtype=jnp.int32)
+    there, back, overflow = _tables(sizes_r, rows, fold)
     row_s = jnp.arange(x_sD.shape[0], dtype=jnp.int32)
     ends_E = jnp.cumsum(sizes_E, dtype=jnp.int32)
     expert_s = jnp.searchsorted(ends_E, row_s, side="right").astype(jnp.int32)
@@ -69,7 +80,7 @@ def dispatch(x_tD, experts_tK, weights_tK, num_experts: int, fold: Fold) -> Disp
     x_rD, weights_r1 = send(x_sD, 0), send(weights_s[:, None], 0)
     ids_r1 = send((expert_s % num_local)[:, None], num_local)
     arrived, received = arrive(x_rD, ids_r1, weights_r1, num_local)
-    return arrived._replace(route=Route(sent, received, back))
+    return arrived._replace(overflow=overflow, route=Route(sent, received, back))
 
 
 def combine(y_sD, route: Route, fold: Fold):

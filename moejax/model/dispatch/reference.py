@@ -12,8 +12,11 @@ from moejax.model.balance import counts_tE
 from moejax.model.dispatch.base import Dispatched, Dispatcher, local_ids
 
 
-def dispatch(x_tD, experts_tK, weights_tK, num_experts: int, fold: Fold) -> Dispatched:
-    """Returns e copies of all gathered tokens, one an expert, weighted by the one-hot choice."""
+def dispatch(
+    x_tD, experts_tK, weights_tK, num_experts: int, fold: Fold, budget: float
+) -> Dispatched:
+    """Returns e copies of all gathered tokens, one an expert, weighted by the one-hot choice.
+    No budget bounds them."""
     axes, num_local = fold["ep"] + fold["etp"], num_experts // fold.degree("ep")
     x_TD, experts_TK, weights_TK = (
         collectives.all_gather(a, axes) for a in (x_tD, experts_tK, weights_tK)
@@ -28,7 +31,8 @@ def dispatch(x_tD, experts_tK, weights_tK, num_experts: int, fold: Fold) -> Disp
     sizes_e = jnp.full((num_local,), x_TD.shape[0], jnp.int32)
     sizes_e = sizes_e + 0 * ids_TK[0, 0]  # as varying over the mesh as the rows are
     rows_sD, weights_s = jnp.tile(x_TD, (num_local, 1)), weights_Te.T.reshape(-1)
-    return Dispatched(rows_sD, weights_s, sizes_e, (ids_TK < num_local).sum(), num_local)
+    num_slots = (ids_TK < num_local).sum()
+    return Dispatched(rows_sD, weights_s, sizes_e, num_slots, 0 * num_slots, num_local)
 
 
 def combine(y_sD, num_local: int, fold: Fold):
