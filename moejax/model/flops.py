@@ -16,13 +16,15 @@ def linear_flops_per_token(cfg: ModelConfig) -> float:
     query, key = (
         heads * attention.head_dim for heads in (attention.num_heads, attention.num_kv_heads)
     )
+    moe, width = cfg.moe, cfg.moe.latent_dim or cfg.dim
+    experts = 3 * width * moe.top_k * moe.ffn_dim + 2 * cfg.dim * moe.latent_dim
     per_layer = {
-        "D": 3 * cfg.ffn_dim,
-        "M": 3 * (cfg.moe.top_k * cfg.moe.ffn_dim + cfg.moe.shared_ffn_dim),
+        "D": 3 * cfg.dim * cfg.ffn_dim,
+        "M": experts + 3 * cfg.dim * moe.shared_ffn_dim,
     }
     mlp = sum(per_layer[kind] for kind in cfg.kinds())
     projections = cfg.num_layers * (query + 2 * key + query)
-    return 6.0 * cfg.dim * (mlp + projections + cfg.vocab_size)
+    return 6.0 * (mlp + cfg.dim * (projections + cfg.vocab_size))
 
 
 def attention_flops(cfg: ModelConfig, squared_lengths: float) -> float:
@@ -44,4 +46,4 @@ def flops_per_token(cfg: ModelConfig, segment_ids: np.ndarray) -> float:
 def inactive_params(cfg: ModelConfig) -> int:
     """Returns how many expert parameters a token does not use."""
     idle = cfg.moe.num_experts - cfg.moe.top_k
-    return cfg.kinds().count("M") * idle * 3 * cfg.dim * cfg.moe.ffn_dim
+    return cfg.kinds().count("M") * idle * 3 * (cfg.moe.latent_dim or cfg.dim) * cfg.moe.ffn_dim

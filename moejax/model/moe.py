@@ -16,6 +16,7 @@ from moejax.model.experts import Experts
 from moejax.model.mlp import MLP
 from moejax.model.router import RouterConfig, route
 from moejax.model.stream import Stream
+from pallas_kernels import linear
 
 Aux = dict[str, Float[Array, "..."]]
 
@@ -32,6 +33,12 @@ class MoEConfig:
     """Width F of one expert."""
     shared_ffn_dim: int = 0
     """Width of the shared expert that every token passes; 0: none."""
+    shared_gate: bool = False
+    """Multiply the shared expert's output by sigmoid(x w), w a vector (Qwen2-MoE)."""
+    latent_dim: int = 0
+    """Width to which tokens are projected before dispatch, and at which experts work; results are
+    projected back after combine. Router and shared expert keep the full width (latent MoE,
+    Nemotron-3). 0: none."""
     dispatch: str = "all_gather"
     """How tokens reach experts: "all_gather" (also the best on one device), "all_to_all" (padded),
     "ragged" (exact sizes; emulated on CPU), "reference" (one-hot oracle)."""
@@ -52,6 +59,8 @@ class MoEConfig:
             raise ValueError(
                 f"moe.dispatch={self.dispatch!r}: choose from {', '.join(DISPATCHERS)}"
             )
+        if self.shared_gate and not self.shared_ffn_dim:
+            raise ValueError("moe.shared_gate=True gates no shared expert: set moe.shared_ffn_dim")
         if self.budget and self.budget < 1:
             raise ValueError(
                 f"moe.budget={self.budget} is below a balanced load, so every step would be run "
@@ -84,9 +93,15 @@ class MoE(nnx.Module):
             rngs, (dim, cfg.num_experts), ("embed", "router"), std, precision
         )
         self.bias = params.buffer((cfg.num_experts,), ("router",), precision.dtype("router"))
-        self.experts = Experts(cfg.num_experts, dim, cfg.ffn_dim, impl=cfg.impl, **kinds)
+        width = cfg.latent_dim or dim
+        self.experts = Experts(cfg.num_experts, width, cfg.ffn_dim, impl=cfg.impl, **kinds)
+        if cfg.latent_dim:
+            self.w_down = params.normal(rngs, (dim, width), ("embed", "latent"), std, precision)
+            self.w_up = params.normal(rngs, (width, dim), ("latent", "embed"), out_std, precision)
         if cfg.shared_ffn_dim:
             self.shared = MLP(dim, cfg.shared_ffn_dim, **kinds)
+        if cfg.shared_gate:
+            self.w_gate = params.normal(rngs, (dim, 1), ("embed", "gate"), std, precision)
 
     def __call__(self, x_tD: Float[Array, "t D"], stream: Stream) -> tuple[Array, Aux]:
         """Returns (y_tD, {"aux_loss", "z_loss", "load_E", "dropped", "overflow"}: this device's
@@ -98,14 +113,23 @@ class MoE(nnx.Module):
         routing = route(logits_tE, bias_E, stream.valid_t, cfg.router, cfg.top_k)
         aux = balance.losses(routing, stream, cfg.router, fold)
         with jax.named_scope("dispatch"):
+            sent_tD = linear(x_tD, self.w_down[...]) if cfg.latent_dim else x_tD
             rows = dispatcher.dispatch(
-                x_tD, routing.experts_tK, routing.weights_tK, cfg.num_experts, fold, cfg.budget
+                sent_tD, routing.experts_tK, routing.weights_tK, cfg.num_experts, fold, cfg.budget
             )
         y_sD = self.experts(rows.x_sD, rows.weights_s, rows.sizes_e)
         with jax.named_scope("combine"):
             y_tD = dispatcher.combine(y_sD, rows.route, fold)
+            y_tD = linear(y_tD, self.w_up[...]) if cfg.latent_dim else y_tD
         arrived, overflow = (
             n.astype(jnp.float32) / fold.degree("etp") for n in (rows.num_slots, rows.overflow)
         )
         aux |= {"dropped": aux["load_E"].sum() - arrived, "overflow": overflow}
-        return (y_tD + self.shared(x_tD) if cfg.shared_ffn_dim else y_tD), aux
+        return (y_tD + self._shared(x_tD) if cfg.shared_ffn_dim else y_tD), aux
+
+    def _shared(self, x_tD):
+        y_tD = self.shared(x_tD)
+        if not self.cfg.shared_gate:
+            return y_tD
+        gate_t1 = jax.nn.sigmoid(linear(x_tD, self.w_gate[...]).astype(jnp.float32))
+        return y_tD * gate_t1.astype(y_tD.dtype)

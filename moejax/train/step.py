@@ -41,6 +41,7 @@ from moejax.train.optimizer import (
 from moejax.train.state import Layout, TrainState
 
 Batch = dict[str, Array]
+SCALARS = ("loss", "grad_norm", "lr", "skipped", "overflowed", "num_tokens")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,15 +208,14 @@ def make_train_step(
         state = TrainState(
             number, new_params, buffers, opt_state, skipped, overflowed, state.key
         )
-        metrics = {"loss": loss, "grad_norm": norm, "lr": lr, "skipped": skipped}
-        metrics["overflowed"] = overflowed
-        metrics["num_tokens"] = count_batch(batch["segment_ids"], batch["targets"], fold).targets
+        count = count_batch(batch["segment_ids"], batch["targets"], fold).targets
+        values = (loss, norm, lr, skipped, overflowed, count)
+        metrics: dict = dict(zip(SCALARS, values, strict=True))
         if any(auxes.values()):
             metrics["moe"] = _moe_metrics(auxes, buffers)
         return state, metrics | ({"grads": grads} if with_grads else {})
 
-    scalars = ("loss", "grad_norm", "lr", "skipped", "overflowed", "num_tokens")
-    metric_specs: dict = {name: P() for name in scalars}
+    metric_specs: dict = {name: P() for name in SCALARS}
     if "M" in model_cfg.kinds():
         metric_specs["moe"] = P()
     if with_grads:

@@ -51,7 +51,8 @@ def dispatch(
     """Returns rows sorted by local expert; at most ep * etp * C of them."""
     ep, etp, num_ranks = fold["ep"], fold["etp"], fold.degree("ep")
     num_local = num_experts // num_ranks
-    capacity = rows_from_each(*experts_tK.shape, num_experts, num_ranks, budget)
+    t, K = experts_tK.shape
+    capacity = rows_from_each(t, K, num_experts, num_ranks, budget)
     sent, ids_c, overflow = _blocks(experts_tK, num_experts, num_ranks, capacity)
     outgoing = (permute(x_tD, *sent), ids_c, row_weights(weights_tK, sent))
     x_cD, ids_c, weights_c = (

@@ -65,7 +65,8 @@ def dispatch(
     """Returns rows sorted by local expert; at most ep * etp * t * min(K, E/ep) of them."""
     ep, etp, num_ranks = fold["ep"], fold["etp"], fold.degree("ep")
     num_local = num_experts // num_ranks
-    rows = num_ranks * rows_from_each(*experts_tK.shape, num_experts, num_ranks, budget)
+    t, K = experts_tK.shape
+    rows = num_ranks * rows_from_each(t, K, num_experts, num_ranks, budget)
     x_sD, weights_s, sizes_E, sent = sort_rows(x_tD, experts_tK, weights_tK, num_experts)
     sizes_r = sizes_E.reshape(num_ranks, num_local).sum(axis=1, dtype=jnp.int32)
     there, back, overflow = _tables(sizes_r, rows, fold)

@@ -1,0 +1,78 @@
+"""The MoE layer alone, with no mesh, against plain numpy: latent width, shared expert, its gate."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from moejax.core.mesh import Fold
+from moejax.core.precision import PrecisionConfig
+from moejax.model.moe import MoE, MoEConfig
+from moejax.model.rope import rope_table
+from moejax.model.stream import Counts, make_stream
+from tests.oracle import max_relative_error
+
+T, D, E, K, F, SHARED, LATENT = 6, 8, 4, 2, 5, 7, 3
+FLOAT32 = PrecisionConfig(compute_dtype="float32")
+
+
+def stream():
+    ids, one = jnp.ones((1, T), jnp.int32), jnp.asarray(1.0)
+    rope = rope_table(jnp.arange(T, dtype=jnp.int32)[None], 4, 1e4, jnp.float32)
+    count = jnp.asarray(float(T))
+    return make_stream(ids, rope, Counts(count, count, one, count, one), Fold())
+
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def expected(layer: MoE, x):
+    """Each token through its experts one by one."""
+    w = {name: np.asarray(value, np.float64) for name, value in weights(layer).items()}
+    logits = x @ w["w_router"]
+    y = np.zeros_like(x)
+    sent = x @ w["w_down"] if "w_down" in w else x
+    for t in range(T):
+        chosen = np.argsort(-logits[t], kind="stable")[:K]
+        probs = np.exp(logits[t, chosen] - logits[t, chosen].max())
+        out = 0
+        for e, weight in zip(chosen, probs / probs.sum(), strict=True):
+            gate, up = np.einsum("d,dcf->cf", sent[t], w["w_in"][e])
+            out = out + weight * (silu(gate) * up) @ w["w_out"][e]
+        y[t] = out @ w["w_up"] if "w_up" in w else out
+    gate, up = np.moveaxis(np.einsum("td,dcf->tcf", x, w["shared_in"]), 1, 0)
+    shared = (silu(gate) * up) @ w["shared_out"]
+    if "w_gate" in w:
+        shared = shared / (1 + np.exp(-(x @ w["w_gate"])))
+    return y + shared
+
+
+def weights(layer: MoE) -> dict:
+    names = ("w_router", "w_down", "w_up", "w_gate")
+    found = {name: getattr(layer, name)[...] for name in names if hasattr(layer, name)}
+    found |= {"w_in": layer.experts.w_in[...], "w_out": layer.experts.w_out[...]}
+    return found | {"shared_in": layer.shared.w_in[...], "shared_out": layer.shared.w_out[...]}
+
+
+@pytest.mark.parametrize("latent_dim", [0, LATENT])
+@pytest.mark.parametrize("shared_gate", [False, True])
+def test_it_equals_numpy(latent_dim, shared_gate):
+    cfg = MoEConfig(
+        num_experts=E, top_k=K, ffn_dim=F, shared_ffn_dim=SHARED,
+        latent_dim=latent_dim, shared_gate=shared_gate,
+    )  # fmt: skip
+    layer = MoE(cfg, D, std=0.7, out_std=0.7, precision=FLOAT32, rngs=nnx.Rngs(1))
+    assert layer.experts.w_in.shape == (E, latent_dim or D, 2, F)
+    x = jax.random.normal(jax.random.key(0), (T, D))
+    y, _ = layer(x, stream())
+    assert max_relative_error(y, expected(layer, np.asarray(x, np.float64))) < 1e-5
+
+
+def test_a_gate_without_a_shared_expert_is_refused():
+    with pytest.raises(ValueError, match="gates no shared expert"):
+        MoEConfig(shared_gate=True)
+    with pytest.raises(ValueError, match=r"moe.budget=0.5 is below"):
+        MoEConfig(budget=0.5)
