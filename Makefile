@@ -47,7 +47,7 @@ typecheck: .venv/.dev
 	@touch .venv/.train $@
 
 .venv-gpu/.dev: $(lock)
-	.ci/venv .venv-gpu dev,gpu,inspect
+	.ci/venv .venv-gpu dev,gpu,inspect,triton
 	@touch $@
 
 clean:

@@ -10,6 +10,7 @@ each compile in a child process: a compiler abort takes its process along.
 """
 
 import dataclasses
+import re
 
 from jax.experimental import topologies
 
@@ -30,10 +31,18 @@ class Gpu:
     memory_bytes_per_s: int
     l2_bytes: int
 
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory that one thread block can have (CUDA programming guide, capabilities)."""
+        return {(8, 0): 163 * 1024, (8, 9): 99 * 1024}.get(self.capability, 227 * 1024)
+
 
 _HOPPER_L2, _B200_L2, _GB_L2 = 52_428_800, 132_644_864, 135_528_448
 _GB_RATE = 7_928_064_000_000
 GPUS = {
+    # The data sheets of the A100 80GB SXM, whose kind also names the 40GB one, and of the L40S.
+    "a100": Gpu("NVIDIA A100", (8, 0), 108, 1.41, 85_100_068_864, 2_039_040_000_000, 41_943_040),
+    "l40s": Gpu("NVIDIA L40S", (8, 9), 142, 2.52, 48_305_799_168, 864_000_000_000, 100_663_296),
     "h100": Gpu("NVIDIA H100", (9, 0), 132, 1.98, 84_942_979_072, 3_352_320_000_000, _HOPPER_L2),
     "h200": Gpu("NVIDIA H200", (9, 0), 132, 1.98, 151_397_597_184, 4_800_000_000_000, _HOPPER_L2),
     "b200": Gpu("NVIDIA B200", (10, 0), 148, 1.965, 191_514_411_008, 7_672_320_000_000, _B200_L2),
@@ -53,10 +62,11 @@ COMPILER_OPTIONS = {
 def gpu_of(kind: str) -> str | None:
     """Returns the key in `GPUS` of a device kind such as "NVIDIA H100 80GB HBM3"; None: not there.
 
-    >>> gpu_of("NVIDIA GB200"), gpu_of("NVIDIA A100-SXM4-80GB")
-    ('gb200', None)
+    >>> gpu_of("NVIDIA GB200"), gpu_of("NVIDIA A100-SXM4-80GB"), gpu_of("NVIDIA RTX A1000")
+    ('gb200', 'a100', None)
     """
-    return next((key for key in sorted(GPUS, key=len)[::-1] if key.upper() in kind), None)
+    longest_first = sorted(GPUS, key=len)[::-1]
+    return next((k for k in longest_first if re.search(rf"{k.upper()}(?!\d)", kind)), None)
 
 
 def target_gpu() -> Gpu | None:
@@ -71,16 +81,17 @@ def target_gpu() -> Gpu | None:
 def target_config(gpu: Gpu) -> str:
     """Returns XLA's description of one GPU, a text proto."""
     major, minor = gpu.capability
+    ampere, ada = gpu.capability == (8, 0), gpu.capability == (8, 9)
     return f"""
 gpu_device_info {{
   threads_per_block_limit: 1024
   threads_per_warp: 32
   shared_memory_per_block: 49152
-  shared_memory_per_core: 233472
-  shared_memory_per_block_optin: 232448
-  threads_per_core_limit: 2048
+  shared_memory_per_core: {gpu.shared_bytes + 1024}
+  shared_memory_per_block_optin: {gpu.shared_bytes}
+  threads_per_core_limit: {1536 if ada else 2048}
   core_count: {gpu.cores}
-  fpus_per_core: 128
+  fpus_per_core: {64 if ampere else 128}
   block_dim_limit_x: 2147483647
   block_dim_limit_y: 65535
   block_dim_limit_z: 65535
@@ -94,7 +105,8 @@ gpu_device_info {{
   clock_rate_ghz: {gpu.clock_ghz}
   device_memory_size: {gpu.memory_bytes}
   cuda_compute_capability {{
-    major: {major} minor: {minor} feature_extension: ACCELERATED_FEATURES
+    major: {major} minor: {minor}
+    feature_extension: {"ACCELERATED_FEATURES" if major >= 9 else "NONE"}
   }}
   device_vendor: "NVIDIA Corporation"
   device_address_bits: 64
@@ -105,7 +117,7 @@ gpu_device_info {{
   runtime_version: "13.0.0"
   compile_time_toolkit_version: "13.0.0"
   dnn_version: "9.10.0"
-  device_interconnect_info {{ active_links: 18 }}
+  device_interconnect_info {{ active_links: {0 if ada else 12 if ampere else 18} }}
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 patch: 0 }}

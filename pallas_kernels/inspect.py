@@ -5,7 +5,8 @@
 Compiles each kernel for each GPU and model shape with the real assembler, and prints registers,
 spilled bytes, shared and tensor memory, tensor-core instructions found in the machine code, and the
 floor: the larger of FLOPs over the peak rate and bytes over the memory's. Exits 1 where a kernel
-spills, or lacks the tensor-core instruction of its GPU. Needs the `gpu` and `inspect` extras.
+spills, or lacks the tensor-core instruction of its GPU, or needs more shared memory than there is.
+Needs the `gpu` and `inspect` extras, and `triton` for GPUs before Hopper (a100, l40s).
 """
 
 import argparse
@@ -13,6 +14,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -46,9 +48,10 @@ SHAPES = {
     "mixtral-8x7b": Expert(4096, 14336),
 }
 # Dense bfloat16 FLOP/s with float32 sums (data sheets, without sparsity).
-PEAK = {"h100": 989e12, "h200": 989e12, "b200": 2250e12, "gb200": 2500e12, "gb300": 2500e12}
+PEAK = {"a100": 312e12, "l40s": 362e12, "h100": 989e12, "h200": 989e12}
+PEAK |= {"b200": 2250e12, "gb200": 2500e12, "gb300": 2500e12}
 # The tensor-core instruction of each major compute capability, in machine code and in PTX.
-TENSOR = {9: r"HGMMA|wgmma\.mma_async", 10: r"UTCHMMA|UTCQMMA|tcgen05\.mma"}
+TENSOR = {8: r"HMMA|mma\.sync", 9: r"HGMMA|wgmma\.mma_async", 10: r"UTCHMMA|UTCQMMA|tcgen05\.mma"}
 
 
 class Floor(NamedTuple):
@@ -143,10 +146,11 @@ def programs(shape: str = "") -> list[Program]:
     return found
 
 
-def examine(gpu: str, program: Program) -> list[Report]:
+def examine(gpu: str, program: Program, triton: Path) -> list[Report]:
     """Compiles for one device that is not here, and reads what the assembler left of each kernel.
 
-    The environment is `_environment`'s: this runs in a child process.
+    The environment is `_environment`'s: this runs in a child process. `triton` is the folder where
+    jax-triton leaves its kernels.
     """
     mesh = Mesh(np.asarray(deviceless.devices(gpu, 1, 1)), "x")
     alone = NamedSharding(mesh, PartitionSpec())
@@ -160,8 +164,32 @@ def examine(gpu: str, program: Program) -> list[Report]:
         os.environ["MOSAIC_GPU_DUMP_TO"] = folder
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             jax.jit(on_mesh).lower(*arguments).compile(deviceless.COMPILER_OPTIONS)
+        assemble(triton, Path(folder), deviceless.GPUS[gpu])
         kernels = sorted(Path(folder).glob("*.ptxas"))
         return [_read(path, gpu, program) for path in kernels]
+
+
+def assemble(triton: Path, folder: Path, gpu: deviceless.Gpu) -> None:
+    """Moves Triton's kernels to `folder`, and leaves beside them what Mosaic leaves beside its own.
+
+    XLA hands them to the assembler only when a program is loaded on a GPU, so here it is done by
+    hand: name_0.ptxas, its report; .sass, where there is nvdisasm; .resources.txt.
+    """
+    major, minor = gpu.capability
+    target = f"sm_{major}{minor}{'a' if major >= 9 else ''}"
+    for i, made in enumerate(sorted(triton.glob("*/*.ptx"))):
+        info = made.with_suffix(".compile_info").read_text()
+        kernel = Path(shutil.move(made, folder / f"{made.stem}_{i}.ptx"))
+        machine_code = kernel.with_suffix(".cubin")
+        command = ["ptxas", "-v", f"-arch={target}", str(kernel), "-o", str(machine_code)]
+        said = subprocess.run(command, capture_output=True, text=True).stderr
+        kernel.with_suffix(".ptxas").write_text(said)
+        shared = info.rsplit("shared_mem_bytes:")[-1].strip()
+        kernel.with_suffix(".resources.txt").write_text(f"smem_scratch_bytes={shared}")
+        if shutil.which("nvdisasm") and machine_code.exists():
+            read = ["nvdisasm", "-c", str(machine_code)]
+            sass = subprocess.run(read, capture_output=True, text=True).stdout
+            kernel.with_suffix(".sass").write_text(sass)
 
 
 def _read(path: Path, gpu: str, program: Program) -> Report:
@@ -199,6 +227,8 @@ def _read(path: Path, gpu: str, program: Program) -> Report:
         wrong.append("spills")
     if floor.flops and not report.instructions:
         wrong.append("no tensor-core instruction")
+    if report.shared > target.shared_bytes:
+        wrong.append("more shared memory than a block can have")
     if "serialized" in said:  # the assembler's C7509 and its kin
         wrong.append("tensor-core instructions wait for each other")
     if not starts:
@@ -257,9 +287,11 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--child", default="", help=argparse.SUPPRESS)
     asked = parser.parse_args(arguments)
     if asked.child:
-        for program in programs(asked.shape):
-            for report in examine(asked.child, program):
-                print(json.dumps(report._asdict()), flush=True)
+        with tempfile.TemporaryDirectory() as folder:
+            os.environ["JAX_TRITON_DUMP_DIR"] = folder  # read when jax-triton is imported
+            for program in programs(asked.shape):
+                for report in examine(asked.child, program, Path(folder)):
+                    print(json.dumps(report._asdict()), flush=True)
         return 0
     reports = inspect(asked.gpu.split(","), asked.shape)
     print(_table(reports))

@@ -2,13 +2,15 @@
 
     y_MN = grouped_gemm(x_MK, w_GKN, group_sizes_G)
 
-Group sizes are read on the device. `hopper.py` and `blackwell.py` are the kernels for NVIDIA GPUs,
-`xla.py` is the portable implementation.
+Group sizes are read on the device. `hopper.py` and `blackwell.py` are the kernels for NVIDIA GPUs
+of these generations, `triton.py` those for others (the extra `triton`), `xla.py` is the portable
+implementation.
 """
 
 import dataclasses
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from types import ModuleType
 
 import jax
@@ -40,17 +42,19 @@ def grouped_gemm(
     `overflow_rows` counts them.
     """
     _check(x_MK, w_GKN, group_sizes_G)
-    choices = [
-        *_gpu_choices(x_MK, w_GKN),
-        Choice("xla", xla.grouped_gemm),
-        Choice("reference", reference.grouped_gemm),
-    ]
-    return pick("grouped_gemm", impl, choices)(x_MK, w_GKN, group_sizes_G)
+    return pick("grouped_gemm", impl, _choices(x_MK, w_GKN))(x_MK, w_GKN, group_sizes_G)
 
 
 def overflow_rows(group_sizes_G: Int[Array, " G"], num_rows: int) -> Int[Array, ""]:
     """Returns by how much the group sizes exceed the rows: 0, unless the caller has lost rows."""
     return jnp.maximum(group_sizes_G.sum(dtype=jnp.int32) - num_rows, 0)
+
+
+def _choices(x_MK, w_GKN) -> list[Choice]:
+    on_triton, portable = _triton_choice(x_MK, w_GKN), Choice("xla", xla.grouped_gemm)
+    # A GPU that deviceless.py does not know may be too old for Triton: there it has to be named.
+    rest = [portable, on_triton] if target_gpu() is None else [on_triton, portable]
+    return [*_gpu_choices(x_MK, w_GKN), *rest, Choice("reference", reference.grouped_gemm)]
 
 
 def _kernels() -> list[tuple[str, int, ModuleType, Callable]]:
@@ -77,6 +81,26 @@ def _gpu_choices(x_MK, w_GKN) -> list[Choice]:
             why = module.refusal(x_MK, w_GKN)
         choices.append(Choice(name, partial(run, gpu=gpu), why))
     return choices
+
+
+def _triton_choice(x_MK, w_GKN) -> Choice:
+    missing = [name for name in ("jax_triton", "triton") if not find_spec(name)]
+    device, sizes, why = target(), (*x_MK.shape, *w_GKN.shape), None
+    if device.platform != "gpu" or "NVIDIA" not in device.kind.upper():
+        why = f"it runs on NVIDIA GPUs, and this program is for {device.kind}"
+    elif missing:
+        why = f"it needs {' and '.join(missing)}, not installed here (the extra `triton` has them)"
+    elif x_MK.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        why = f"it takes bfloat16, float16 and float32, not {x_MK.dtype}"
+    elif 0 in sizes:
+        why = f"it has nothing to multiply: x {x_MK.shape}, w {w_GKN.shape}"
+
+    def run(x_MK, w_GKN, group_sizes_G):
+        from pallas_kernels.grouped_gemm import triton  # imports what may not be installed
+
+        return triton.grouped_gemm(x_MK, w_GKN, group_sizes_G, target_gpu())
+
+    return Choice("triton", run, why)
 
 
 def _check(x_MK, w_GKN, group_sizes_G) -> None:

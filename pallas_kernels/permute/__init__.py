@@ -71,7 +71,7 @@ def sort_slots(
 
 def _mosaic(function, rows, tokens_S, slots_TK) -> Choice:
     gpu, most = target_gpu(), max(rows.shape[0], tokens_S.size, slots_TK.size)
-    if gpu is None:
+    if gpu is None or gpu.capability < (9, 0):
         why = f"it runs on Hopper and Blackwell GPUs, and this program is for {target().kind}"
         return Choice("mosaic", function, why)
     K = slots_TK.shape[1]
