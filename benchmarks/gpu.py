@@ -29,23 +29,14 @@ import numpy as np  # noqa: E402
 
 from pallas_kernels import grouped_gemm, permute, sort_slots, unpermute  # noqa: E402
 from pallas_kernels.inspect import GROUPS, ROWS, SHAPES  # noqa: E402
-
-TOLERANCE = 2**-7  # two roundings to bfloat16
-BURSTS, SECONDS_A_BURST = 5, 0.02
-
-
-def seconds(function: Callable[..., Any], *arguments: Any) -> float:
-    """Returns the time of one call, after the compile."""
-    jax.block_until_ready(function(*arguments))
-    start = time.perf_counter()
-    jax.block_until_ready(function(*arguments))
-    calls = max(1, min(100, int(SECONDS_A_BURST / (time.perf_counter() - start))))
-    times = []
-    for _ in range(BURSTS):
-        start = time.perf_counter()
-        jax.block_until_ready([function(*arguments) for _ in range(calls)])
-        times.append((time.perf_counter() - start) / calls)
-    return min(times)
+from pallas_kernels.tune import (  # noqa: E402
+    TOLERANCE,
+    error,
+    expected,
+    operands,
+    products,
+    seconds,
+)
 
 
 def zipf_sizes(rows: int, groups: int) -> np.ndarray:
@@ -54,22 +45,6 @@ def zipf_sizes(rows: int, groups: int) -> np.ndarray:
     sizes = np.floor(rows * share / share.sum()).astype(np.int32)
     sizes[0] += rows - sizes.sum()
     return sizes
-
-
-def products(gemm: Callable) -> dict[str, Callable]:
-    """The three operations of an implementation, each alone in its program."""
-
-    def input_gradient(x, w, sizes, dy):
-        return jax.vjp(lambda x: gemm(x, w, sizes), x)[1](dy)[0]
-
-    def weight_gradient(x, w, sizes, dy):
-        return jax.vjp(lambda w: gemm(x, w, sizes), w)[1](dy)[0]
-
-    return {
-        "forward": jax.jit(lambda x, w, sizes, dy: gemm(x, w, sizes)),
-        "input gradient": jax.jit(input_gradient),
-        "weight gradient": jax.jit(weight_gradient),
-    }
 
 
 def peers() -> dict[str, Callable]:
@@ -101,34 +76,9 @@ def torch_seconds(x: Any, w: Any, sizes: np.ndarray) -> float | None:
     return (time.perf_counter() - start) / 20
 
 
-def expected(x, w, sizes: np.ndarray, dy) -> dict[str, jax.Array]:
-    """The definition, a group at a time, in float32."""
-    wide = partial(jnp.matmul, preferred_element_type=jnp.float32)
-    y, dx, dw, start = [], [], [], 0
-    for g, size in enumerate(sizes):
-        rows = slice(start, start + int(size))
-        y.append(wide(x[rows], w[g]))
-        dx.append(wide(dy[rows], w[g].T))
-        dw.append(wide(x[rows].T, dy[rows]))
-        start += int(size)
-    return {
-        "forward": jnp.concatenate(y),
-        "input gradient": jnp.concatenate(dx),
-        "weight gradient": jnp.stack(dw),
-    }
-
-
-def error(actual, right) -> float:
-    """Returns max|difference| / max|reference|; infinite where anything is not finite."""
-    difference = jnp.abs(actual.astype(jnp.float32) - right).max() / jnp.abs(right).max()
-    return float(jnp.where(jnp.isfinite(difference), difference, jnp.inf))
-
-
 def bench_gemm(name: str, rows: int, groups: int, K: int, N: int) -> bool:
     """Prints the rows of one projection; returns whether every result was right."""
-    keys = jax.random.split(jax.random.key(0), 3)
-    shapes = ((rows, K), (groups, K, N), (rows, N))
-    x, w, dy = (jax.random.normal(k, s, jnp.bfloat16) for k, s in zip(keys, shapes, strict=True))
+    x, w, dy = operands(rows, K, N, groups)
     flops, right = 2 * rows * K * N, True
     dense = flops / seconds(jax.jit(jnp.matmul), x, w[0])
     balanced = np.full(groups, rows // groups, np.int32)

@@ -7,7 +7,6 @@ of these generations, `triton.py` those for others (the extra `triton`), `xla.py
 implementation.
 """
 
-import dataclasses
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
@@ -20,6 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.deviceless import target_gpu
 from pallas_kernels.grouped_gemm import blackwell, hopper, reference, xla
+from pallas_kernels.grouped_gemm.tiles import choose_all
 from pallas_kernels.pick import Choice, pick, target
 
 
@@ -64,7 +64,8 @@ def _kernels() -> list[tuple[str, int, ModuleType, Callable]]:
         return hopper.grouped_gemm(x_MK, w_GKN, group_sizes_G, gpu)
 
     def on_blackwell(x_MK, w_GKN, group_sizes_G, gpu):
-        tiles = dataclasses.replace(blackwell.DEFAULT, cores=gpu.cores)
+        (M, K), (G, _, N) = x_MK.shape, w_GKN.shape
+        tiles = choose_all(gpu, M, K, N, G)
         return blackwell.grouped_gemm(x_MK, w_GKN, group_sizes_G, tiles)
 
     return [("hopper", 9, hopper, on_hopper), ("blackwell", 10, blackwell, on_blackwell)]

@@ -51,7 +51,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.deviceless import GPUS
-from pallas_kernels.grouped_gemm.tiles import Tiles, bounds
+from pallas_kernels.grouped_gemm.tiles import ByOp, Tiles, bounds, of
 
 # Rows are lanes of tensor memory, two sums of these columns fill its 512, and the depth is one
 # swizzled line of 128 bytes.
@@ -520,9 +520,9 @@ def _launch(tiles: Tiles):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
-def grouped_gemm(x_MK, w_GKN, group_sizes_G, tiles: Tiles = DEFAULT):
+def grouped_gemm(x_MK, w_GKN, group_sizes_G, tiles: Tiles | ByOp = DEFAULT):
     """See the package. For arguments that `refusal` has nothing against."""
-    return _product(x_MK, w_GKN, group_sizes_G, False, tiles)
+    return _product(x_MK, w_GKN, group_sizes_G, False, of(tiles, "forward"))
 
 
 def _forward(x_MK, w_GKN, group_sizes_G, tiles):
@@ -531,8 +531,8 @@ def _forward(x_MK, w_GKN, group_sizes_G, tiles):
 
 def _backward(tiles, residuals, dy_MN):
     x_MK, w_GKN, group_sizes_G = residuals
-    dx_MK = _product(dy_MN, w_GKN, group_sizes_G, True, tiles)
-    return dx_MK, weight_gradient(x_MK, dy_MN, group_sizes_G, tiles=tiles), None
+    dx_MK = _product(dy_MN, w_GKN, group_sizes_G, True, of(tiles, "input"))
+    return dx_MK, weight_gradient(x_MK, dy_MN, group_sizes_G, tiles=of(tiles, "weight")), None
 
 
 grouped_gemm.defvjp(_forward, _backward)

@@ -460,7 +460,7 @@ def grouped_gemm(x_MK, w_GKN, group_sizes_G, gpu: Gpu = H100, tiles: Tiles | Non
 
     `gpu` chooses tiles and cores; `tiles` replaces that choice.
     """
-    own = tiles or choose("forward", gpu, x_MK.shape[0], w_GKN.shape[2])
+    own = tiles or choose("forward", gpu, x_MK.shape[0], w_GKN.shape[2], x_MK.shape[1])
     return product(x_MK, w_GKN, group_sizes_G, own, transposed=False)
 
 
@@ -471,9 +471,10 @@ def _forward(x_MK, w_GKN, group_sizes_G, gpu, tiles):
 def _backward(gpu, tiles, residuals, dy_MN):
     x_MK, w_GKN, group_sizes_G = residuals
     (M, K), N = x_MK.shape, w_GKN.shape[2]
-    own = tiles or choose("input", gpu, M, K)
+    own = tiles or choose("input", gpu, M, K, N)
     dx_MK = product(dy_MN, w_GKN, group_sizes_G, own, transposed=True)
-    dw_GKN = weight_gradient(x_MK, dy_MN, group_sizes_G, tiles or choose("weight", gpu, K, N))
+    own = tiles or choose("weight", gpu, K, N, M // w_GKN.shape[0])
+    dw_GKN = weight_gradient(x_MK, dy_MN, group_sizes_G, own)
     return dx_MK, dw_GKN, None
 
 

@@ -185,6 +185,7 @@ def _capability(gpu: Gpu | None) -> tuple[int, int]:
 def _call(kernel, args, out_type, blocks, gpu: Gpu | None, cut: Cut, sizes):
     """Runs `blocks` programs of a kernel; a GPU that is not known is asked what it can do."""
     major, minor = _capability(gpu)
+    ptx = _BLACKWELL_PTX_VERSION if major > 9 else _PTX_VERSION
     y = jax_triton.triton_call(
         *args,
         kernel=kernel,
@@ -193,7 +194,7 @@ def _call(kernel, args, out_type, blocks, gpu: Gpu | None, cut: Cut, sizes):
         num_warps=cut.warps,
         num_stages=cut.stages,
         compute_capability=10 * major + minor,
-        backend_options={"ptx_version": _BLACKWELL_PTX_VERSION if major > 9 else _PTX_VERSION},
+        backend_options={"ptx_version": ptx, "enable_fp_fusion": True},
         **sizes,
         **{size: getattr(cut, size) for size in ("rows", "cols", "depth", "band")},
     )

@@ -4,8 +4,13 @@
 
 The interpreter wants tensors of PyTorch's kind. `Host` is as much of one as it asks for, in NumPy.
 It would multiply bfloat16 by its bits, as integers: `dot` widens them first, as tensor cores do.
-What a kernel does not write stays NaN. JAX's side of the call (types, options) is not run here.
+What a kernel does not write stays NaN; an access past an array's end ends the process. JAX's side
+of the call (types, options) is not run here.
 """
+
+import ctypes
+import mmap
+from copy import copy
 
 import jax
 import jax.numpy as jnp
@@ -28,10 +33,17 @@ ROUNDING = {"bfloat16": 2.0**-7, "float16": 2.0**-11, "float32": 1e-6}
 
 
 class Host:
-    """An array that the interpreter takes for a tensor, and for its storage."""
+    """A copy of an array that the interpreter takes for a tensor, and its storage. It ends where
+    a page ends, and the next page cannot be accessed."""
 
     def __init__(self, array):
-        self.array = np.array(array)  # a copy that can be written
+        array, page = np.asarray(array), mmap.PAGESIZE
+        size = -(-array.nbytes // page) * page
+        memory = mmap.mmap(-1, size + page)
+        end = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + size
+        assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(end), page, 0) == 0
+        self.array = np.ndarray(array.shape, array.dtype, memory, size - array.nbytes)
+        self.array[...] = array
         self.dtype = TYPES[str(self.array.dtype)]
 
     def data_ptr(self):
@@ -44,7 +56,7 @@ class Host:
         return self
 
     def new_empty(self, size, device):
-        return Host(self.array[:0])
+        return copy(self)
 
     def set_(self, storage, *_):
         self.array = storage.array
@@ -67,7 +79,7 @@ def call(*args, kernel, out_type, grid, num_warps, num_stages, compute_capabilit
     """jax_triton.triton_call, by the interpreter."""
     out = Host(np.full(out_type.shape, np.nan, out_type.dtype))
     kernel[grid](*map(Host, args), out, **sizes)
-    return jnp.asarray(out.array)
+    return jnp.array(out.array)
 
 
 def dot(a, b, acc, *precision):
