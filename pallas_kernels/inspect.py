@@ -93,21 +93,22 @@ def _rows(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def _gemm(name: str, K: int, N: int) -> Program:
-    """The three grouped GEMMs of a projection from K to N."""
+def gemm(
+    name: str, M: int, K: int, N: int, G: int, function: Callable[..., Any] = grouped_gemm
+) -> Program:
+    """Returns the three products of function(x, w, sizes), a grouped GEMM."""
 
     def both_ways(x_MK, w_GKN, sizes_G, dy_MN):
-        y_MN, pull = jax.vjp(lambda x, w: grouped_gemm(x, w, sizes_G), x_MK, w_GKN)
+        y_MN, pull = jax.vjp(lambda x, w: function(x, w, sizes_G), x_MK, w_GKN)
         return y_MN, pull(dy_MN)
 
-    arguments = (
-        _rows(ROWS, K),
-        _rows(GROUPS, K, N),
-        _rows(GROUPS, dtype=jnp.int32),
-        _rows(ROWS, N),
-    )
-    floor = Floor(2 * ROWS * K * N, 2 * (ROWS * (K + N) + GROUPS * K * N))
-    return Program(f"{name} {K}x{N}", both_ways, arguments, {"grouped_gemm": floor})
+    arguments = _rows(M, K), _rows(G, K, N), _rows(G, dtype=jnp.int32), _rows(M, N)
+    floor = Floor(2 * M * K * N, 2 * (M * (K + N) + G * K * N))
+    return Program(name, both_ways, arguments, {"grouped_gemm": floor})
+
+
+def _projection(name: str, K: int, N: int) -> Program:
+    return gemm(f"{name} {K}x{N}", ROWS, K, N, GROUPS)
 
 
 def _moves(name: str, dim: int, top_k: int = 8) -> Program:
@@ -142,7 +143,8 @@ def programs(shape: str = "") -> list[Program]:
     found = []
     for name, (dim, ffn) in SHAPES.items():
         if shape in ("", name):
-            found += [_gemm(name, dim, 2 * ffn), _gemm(name, ffn, dim), _moves(name, dim)]
+            found += [_projection(name, dim, 2 * ffn), _projection(name, ffn, dim)]
+            found.append(_moves(name, dim))
     return found
 
 
@@ -237,21 +239,33 @@ def _read(path: Path, gpu: str, program: Program) -> Report:
 
 
 def inspect(gpus: list[str], shape: str = "") -> list[Report]:
-    """Returns a report of each kernel of each program, for each GPU.
+    """Returns a report of each kernel of each program, for each GPU."""
+    command = ["pallas_kernels.inspect", "--shape", shape, "--child"]
+    return [report for gpu in gpus for report in collect(gpu, [*command, gpu])]
 
-    In one child process a GPU: a compiler that aborts takes the child along, not this process.
+
+def collect(gpu: str, command: list[str]) -> list[Report]:
+    """Returns what `report_all` prints in a child process that runs this module.
+
+    A compiler that aborts takes the child along, not this process.
     """
-    reports = []
-    for gpu in gpus:
-        command = [sys.executable, "-m", "pallas_kernels.inspect", "--child", gpu]
-        command += ["--shape", shape]
-        done = subprocess.run(command, capture_output=True, text=True, env=_environment())
-        lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-        reports += [Report(**json.loads(line)) for line in lines]
-        if done.returncode:
-            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            reports.append(Report("?", gpu, "?", wrong=f"compiler failed: {last[:200]}"))
+    command = [sys.executable, "-m", *command]
+    done = subprocess.run(command, capture_output=True, text=True, env=_environment())
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    reports = [Report(**json.loads(line)) for line in lines]
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        reports.append(Report("?", gpu, "?", wrong=f"compiler failed: {last[:200]}"))
     return reports
+
+
+def report_all(gpu: str, programs: list[Program]) -> None:
+    """Prints a line for each kernel of each program, in the child process."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["JAX_TRITON_DUMP_DIR"] = folder  # read when jax-triton is imported
+        for program in programs:
+            for report in examine(gpu, program, Path(folder)):
+                print(json.dumps(report._asdict()), flush=True)
 
 
 def _environment() -> dict[str, str]:
@@ -268,7 +282,8 @@ def _environment() -> dict[str, str]:
     return environ
 
 
-def _table(reports: list[Report]) -> str:
+def table(reports: list[Report]) -> str:
+    """Returns the reports, one a line."""
     head = (f"{'kernel':30}{'gpu':7}{'shape':26}{'regs':>5}{'spill':>6}{'smem':>8}{'tmem':>5}"
             f"{'mma':>5}{'floor':>10}")  # fmt: skip
     rows = [
@@ -287,14 +302,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--child", default="", help=argparse.SUPPRESS)
     asked = parser.parse_args(arguments)
     if asked.child:
-        with tempfile.TemporaryDirectory() as folder:
-            os.environ["JAX_TRITON_DUMP_DIR"] = folder  # read when jax-triton is imported
-            for program in programs(asked.shape):
-                for report in examine(asked.child, program, Path(folder)):
-                    print(json.dumps(report._asdict()), flush=True)
+        report_all(asked.child, programs(asked.shape))
         return 0
     reports = inspect(asked.gpu.split(","), asked.shape)
-    print(_table(reports))
+    print(table(reports))
     return int(not reports or any(report.wrong for report in reports))
 
 

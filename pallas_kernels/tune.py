@@ -3,6 +3,7 @@
     python -m pallas_kernels.tune                          five models' shapes, 32768 rows
     python -m pallas_kernels.tune --shape 8192,2048,1536,16      M, K, N, G; may be repeated
     python -m pallas_kernels.tune --dry-run --gpu h100     what it would time, on any machine
+    .. --dry-run --gpu h100 --compile                      and what the compiler makes of it
 
 For each shape and operation ("forward", "input" gradient, "weight" gradient) every candidate of
 `tiles.candidates` is compared with a dense reference, and timed if it is right: the best of five
@@ -25,7 +26,7 @@ import numpy as np
 from pallas_kernels.deviceless import GPUS, Gpu, gpu_of, target_gpu
 from pallas_kernels.grouped_gemm import blackwell, hopper, tiles
 from pallas_kernels.grouped_gemm.tiles import OPS, Measured, Tiles
-from pallas_kernels.inspect import GROUPS, ROWS, SHAPES
+from pallas_kernels.inspect import GROUPS, ROWS, SHAPES, Program, collect, gemm, report_all, table
 from pallas_kernels.pick import target
 
 TOLERANCE = 2**-7  # two roundings to bfloat16
@@ -145,6 +146,16 @@ def refusal(gpu: Gpu | None, kind: str) -> str | None:
     return None
 
 
+def programs(gpu: Gpu, shapes: Sequence[tuple[int, int, int, int]]) -> list[Program]:
+    """Returns one program for each candidate and shape, to compile; the snake changes no code."""
+    cuts = [own for own in tiles.candidates(gpu) if own.snake == 8]
+    return [
+        gemm(f"{own.rows}x{own.cols}x{own.depth} {K}x{N}", M, K, N, G, kernels(gpu)(own))
+        for own in cuts
+        for M, K, N, G in shapes
+    ]
+
+
 def _shape(text: str) -> tuple[int, int, int, int]:
     M, K, N, G = map(int, text.split(","))
     if min(M, K, N, G) < 1 or K % 8 or N % 8:
@@ -157,6 +168,25 @@ def _model_shapes() -> list[tuple[int, int, int, int]]:
     return [(ROWS, K, N, GROUPS) for pair in both for K, N in pair]
 
 
+def _dry_run(gpu: Gpu, shapes, compiled: bool, child: bool) -> int:
+    """Lists candidates; returns 1 where one does not compile, or spills."""
+    key = str(gpu_of(gpu.name))
+    if child:
+        report_all(key, programs(gpu, shapes))
+        return 0
+    found = tiles.candidates(gpu)
+    print(f"{gpu.name}: {len(found)} candidates, {len(OPS)} operations, {len(shapes)} shapes")
+    print("\n".join(_short(own) for own in found))
+    if not compiled:
+        return 0
+    command = ["pallas_kernels.tune", "--dry-run", "--compile", "--child", "--gpu", key]
+    for shape in shapes:
+        command += ["--shape", ",".join(map(str, shape))]
+    reports = collect(key, command)
+    print(table(reports))
+    return int(any(report.wrong for report in reports))
+
+
 def main(arguments: Sequence[str]) -> int:
     """Returns 1 where an operation had no right candidate, 2 where this device cannot be tuned."""
     parser = argparse.ArgumentParser(prog="python -m pallas_kernels.tune")
@@ -165,10 +195,12 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--out", type=Path, help="default: where the kernels look for it")
     parser.add_argument("--dry-run", action="store_true", help="list candidates, time nothing")
+    parser.add_argument("--compile", action="store_true", help="for --dry-run: look for spills")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--gpu", choices=GPUS, help="for --dry-run; default: the one that is here")
     asked = parser.parse_args(arguments)
-    if asked.gpu and not asked.dry_run:
-        parser.error("--gpu is for --dry-run: times come from the GPU that is here")
+    if (asked.gpu or asked.compile) and not asked.dry_run:
+        parser.error("--gpu and --compile are for --dry-run: times come from the GPU that is here")
     shapes = asked.shape or _model_shapes()
     gpu = GPUS[asked.gpu] if asked.gpu else target_gpu()
     why = refusal(gpu, gpu.name if gpu else target().kind)
@@ -176,10 +208,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"pallas_kernels.tune: {why}", file=sys.stderr)
         return 2
     if asked.dry_run:
-        found = tiles.candidates(gpu)
-        print(f"{gpu.name}: {len(found)} candidates, {len(OPS)} operations, {len(shapes)} shapes")
-        print("\n".join(_short(own) for own in found))
-        return 0
+        return _dry_run(gpu, shapes, asked.compile, asked.child)
     best = tune(shapes, gpu, kernels(gpu))
     about = dict(device=target().kind, date=time.strftime("%Y-%m-%d"), jax=jax.__version__)
     out = asked.out or tiles.MEASURED / f"{gpu_of(gpu.name)}.json"

@@ -121,7 +121,11 @@ def _computed(op: str, gpu: Gpu, rows: int, cols: int) -> Tiles:
 
 
 def candidates(gpu: Gpu) -> list[Tiles]:
-    """Returns the tiles worth timing on a Hopper or Blackwell GPU: as many stages as fit."""
+    """Returns the tiles worth timing on a Hopper or Blackwell GPU: as many stages as fit.
+
+    Two spill a little on Hopper, 128 x 256 x 128 in the weight gradient and 256 x 128 x 64 in the
+    input gradient (`pallas_kernels.tune --dry-run --compile`); their times decide.
+    """
     hopper = gpu.capability[0] < 10
     # A warpgroup's registers hold 64 x 256 sums or 128 x 128; tensor memory two of 128 x 256.
     sizes = [(128, 128), (128, 192), (128, 256), (256, 128)] if hopper else [(128, 128), (128, 256)]

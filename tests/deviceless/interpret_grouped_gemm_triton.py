@@ -154,6 +154,7 @@ def main() -> None:
     check(90, 48, 32, (0, 90, 0))  # all in one; nothing overhangs
     check(40, 16, 16, (0, 0))  # none at all
     check(1, 3, 5, (1,))
+    check(4, 20, 20, (1, 1, 1))  # as many tiles as there can be
     check(70, 24, 40, (50, 50, 50))  # beyond the rows: clipped
     check(45, 20, 70, (9, 30, 6), "float16", WIDE)
     check(45, 20, 70, (9, 30, 6), "float32")

@@ -170,3 +170,13 @@ def test_a_dry_run_lists_candidates(capsys, monkeypatch):
 
 def test_the_timer_gives_the_time_of_one_call():
     assert 0 < tune.seconds(lambda x: x + 1, jnp.ones(8)) < 1
+
+
+@pytest.mark.deviceless
+def test_every_candidate_of_blackwell_compiles_without_spills(capsys):
+    """In a child process; Hopper's take three times as long, and two of them spill."""
+    shape = "1024,512,512,4"
+    assert tune.main(["--dry-run", "--compile", "--gpu", "gb300", "--shape", shape]) == 0
+    said = capsys.readouterr().out.splitlines()
+    kernels = [line for line in said if line.startswith("grouped_gemm")]
+    assert len(kernels) == 6 and all("gb300" in line for line in kernels)
