@@ -74,11 +74,12 @@ class Cut(NamedTuple):
     """Row tiles that are walked together before the next column."""
 
 
-def choose(dtype, gpu: Gpu | None) -> Cut:
-    """Returns what fits the shared memory of `gpu`; of the smallest since Ampere, where unknown."""
+def choose(dtype, gpu: Gpu | None, num_cols: int) -> Cut:
+    """Returns a cut for a result of so many columns that fits the shared memory of `gpu`; of the
+    smallest since Ampere, 99 KiB, where the GPU is unknown."""
     if jnp.dtype(dtype).itemsize > 2:  # without tensor cores: float32 products are exact
         return Cut(rows=64, cols=64, depth=32, stages=3, warps=4, band=8)
-    if gpu is not None and gpu.capability != (8, 9):
+    if gpu is not None and gpu.capability != (8, 9) and num_cols > 128:
         return Cut(rows=128, cols=256, depth=64, stages=4, warps=8, band=8)
     return Cut(rows=128, cols=128, depth=64, stages=4, warps=8, band=8)
 
@@ -210,7 +211,8 @@ def _varying_as(y, operands):
 
 def product(x_MD, w, group_sizes_G, transposed: bool, gpu: Gpu | None, cut: Cut | None = None):
     """Returns y[m] = x[m] @ w[g], or x[m] @ w[g]^T where transposed; zeros past the sum."""
-    (M, D), C, cut = x_MD.shape, w.shape[1 if transposed else 2], cut or choose(x_MD.dtype, gpu)
+    (M, D), C = x_MD.shape, w.shape[1 if transposed else 2]
+    cut = cut or choose(x_MD.dtype, gpu, C)
     counts_2, tiles_3T = _row_tiles(group_sizes_G, M, cut.rows)
     most = tiles_3T.shape[1]
     return _call(
@@ -230,7 +232,7 @@ def weight_gradient(
     In `dtype`: that of x, the default, or float32.
     """
     (M, K), N, G = x_MK.shape, dy_MN.shape[1], group_sizes_G.shape[0]
-    cut = cut or choose(x_MK.dtype, gpu)
+    cut = cut or choose(x_MK.dtype, gpu, N)
     _, groups_3G = _by_size(group_sizes_G, M)
     return _call(
         _weight_kernel,

@@ -124,6 +124,18 @@ def test_it_assembles_without_spills(gpu, shape, tmp_path, monkeypatch):
         check(kernel, deviceless.GPUS[gpu], whole=shape[1] % 8 == 0, exact="float32" in shape)
 
 
+@pytest.mark.deviceless
+@needs_triton
+def test_the_demo_runs_it_on_an_a100():
+    """Its whole train step: two products forward, four backward, and nothing that asks the device
+    how often to loop, as the portable implementation does."""
+    program = child("compile_step", "a100", JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1")
+    assert program.count('custom_call_target="triton_kernel_call_ffi"') == 6
+    loops = [line for line in program.splitlines() if re.search(r" while\(", line)]
+    assert loops and all("known_trip_count" in line for line in loops)
+    assert "ragged-dot" not in program and "mosaic_gpu" not in program
+
+
 def check(kernel: Path, gpu: deviceless.Gpu, whole: bool, exact: bool) -> None:
     """One kernel's PTX, and what the assembler said of it."""
     ptx, said = kernel.read_text(), kernel.with_suffix(".ptxas").read_text()
