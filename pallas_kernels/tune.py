@@ -133,8 +133,12 @@ def _try(function, arguments, right, timer) -> tuple[float, str]:
         return float("inf"), f"failed: {str(failure).splitlines()[0][:100]}"
 
 
+def _size(own: Tiles) -> str:
+    return f"{own.rows}x{own.cols}x{own.depth}{' pair' if own.pair else ''}"
+
+
 def _short(own: Tiles) -> str:
-    return f"{own.rows:3}x{own.cols:3}x{own.depth:3} stages {own.stages} snake {own.snake:2}"
+    return f"{_size(own):16} stages {own.stages} snake {own.snake:2}"
 
 
 def refusal(gpu: Gpu | None, kind: str) -> str | None:
@@ -150,7 +154,7 @@ def programs(gpu: Gpu, shapes: Sequence[tuple[int, int, int, int]]) -> list[Prog
     """Returns one program for each candidate and shape, to compile; the snake changes no code."""
     cuts = [own for own in tiles.candidates(gpu) if own.snake == 8]
     return [
-        gemm(f"{own.rows}x{own.cols}x{own.depth} {K}x{N}", M, K, N, G, kernels(gpu)(own))
+        gemm(f"{_size(own)} {K}x{N}", M, K, N, G, kernels(gpu)(own))
         for own in cuts
         for M, K, N, G in shapes
     ]

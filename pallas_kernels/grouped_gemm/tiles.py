@@ -47,6 +47,9 @@ class Tiles:
     """Row tiles that are walked together before the next column, for reuse in L2."""
     cores: int
     """Thread blocks launched: one for each streaming multiprocessor."""
+    pair: bool = False
+    """Blackwell's products by rows: whether two blocks share each MMA, of twice the rows. Each
+    brings its own rows and half of the columns."""
 
     def __post_init__(self):
         if self.rows % 128 or self.cols % 64 or not 64 <= self.cols <= 256 or self.depth % 64:
@@ -134,7 +137,11 @@ def candidates(gpu: Gpu) -> list[Tiles]:
         for depth in (64, 128) if hopper else (64,):
             stages = most_stages(rows, cols, depth, gpu)
             if stages >= 2:
-                found += [Tiles(rows, cols, depth, stages, s, gpu.cores) for s in (4, 8, 16)]
+                found += [
+                    Tiles(rows, cols, depth, stages, snake, gpu.cores, pair)
+                    for snake in (4, 8, 16)
+                    for pair in ((False,) if hopper else (False, True))
+                ]
     return found
 
 

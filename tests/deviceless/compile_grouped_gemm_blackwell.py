@@ -6,6 +6,7 @@ With JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1; MOSAIC_GPU_DUMP_TO names the folder for 
 """
 
 import sys
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,8 @@ from pallas_kernels.grouped_gemm import blackwell
 
 
 def main(gpu: str, M: int, K: int, N: int, G: int) -> None:
-    """Compiles product, both gradients, and the weight gradient added to a buffer given away."""
+    """Compiles product, both gradients, and the weight gradient added to a buffer given away; and
+    both products again by pairs of blocks."""
     mesh = Mesh(deviceless.devices(gpu, hosts=1, per_host=1), ("x",))
 
     def array(*shape, dtype=jnp.bfloat16):
@@ -27,6 +29,11 @@ def main(gpu: str, M: int, K: int, N: int, G: int) -> None:
         y, back = jax.vjp(lambda x, w: blackwell.grouped_gemm(x, w, sizes), x, w)
         return y, *back(dy)
 
+    def paired(x, w, sizes, dy):
+        tiles = replace(blackwell.DEFAULT, pair=True, stages=6)
+        products = (x, False), (dy, True)
+        return [blackwell.product(a, w, sizes, flip, tiles) for a, flip in products]
+
     def added(x, dy, sizes, into):
         return blackwell.weight_gradient(x, dy, sizes, into_GKN=into)
 
@@ -34,6 +41,7 @@ def main(gpu: str, M: int, K: int, N: int, G: int) -> None:
     into = array(G, K, N, dtype=jnp.float32)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         jax.jit(all_three).lower(x, w, sizes, dy).compile(deviceless.COMPILER_OPTIONS)
+        jax.jit(paired).lower(x, w, sizes, dy).compile(deviceless.COMPILER_OPTIONS)
         adding = jax.jit(added, donate_argnums=3).lower(x, dy, sizes, into)
         adding = adding.compile(deviceless.COMPILER_OPTIONS)
     print("aliased bytes:", adding.memory_analysis().alias_size_in_bytes)

@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.grouped_gemm import blackwell, reference
+from pallas_kernels.grouped_gemm import blackwell, blackwell_loop, reference
 from tests.oracle import max_relative_error
 
 TILES = replace(blackwell.DEFAULT, cols=128, stages=2, snake=2, cores=2)
@@ -143,7 +143,7 @@ def test_every_row_is_in_one_tile():
     """The list of work against a loop, its static length at its tightest included."""
     rng, num_rows = np.random.default_rng(0), 480
     drawn = [(rng.integers(0, 60, 8) * rng.integers(0, 2, 8)).tolist() for _ in range(40)]
-    make = jax.jit(blackwell._row_tiles, static_argnums=(1, 2))
+    make = jax.jit(blackwell_loop.row_tiles, static_argnums=(1, 2))
     # The third has the most tiles there can be: 7 rows before each group, and one in its last tile.
     for sizes in [*drawn, [7, 2] * 4, [7, *[58] * 7], [0] * 8, [0, 0, 480, 0, 0, 0, 0, 0]]:
         work, (tiles, total) = map(np.asarray, make(jnp.asarray(sizes), num_rows, 16))
@@ -157,8 +157,25 @@ def test_every_row_is_in_one_tile():
         assert found == wanted and len(work) >= len(wanted) and total == sum(sizes)
 
 
+def test_a_pair_of_blocks_shares_its_rows():
+    """Every row of every group in one block, at its place in the block's 128 rows."""
+    tiles, num_rows = replace(blackwell.DEFAULT, pair=True), 1000
+    for sizes in [300, 0, 1, 256, 443], [7, 249, 128, 129, 487], [0, 0, 500, 0, 3], [0] * 5:
+        work, (count, total) = blackwell_loop.row_tiles(jnp.asarray(sizes), num_rows, 256)
+        found = []
+        for t in range(count):
+            rows_of = lambda _, work=work, t=t: blackwell_loop.tile_rows(work, t, tiles)  # noqa: E731
+            parts = jax.vmap(rows_of, axis_name="pair")(jnp.arange(2))
+            for block, (skip, row, rows) in enumerate(zip(*map(np.asarray, parts), strict=True)):
+                found += [*range(row, row + rows)]
+                if rows:
+                    assert 0 <= skip < 128 and skip + rows <= 128
+                    assert row - skip == work[t, 1] * 8 + 128 * block
+        assert found == [*range(total)]
+
+
 def test_longest_groups_first():
-    work, (used,) = blackwell._longest_first(jnp.asarray([9, 0, 30, 9, 0]), 48)
+    work, (used,) = blackwell_loop.longest_first(jnp.asarray([9, 0, 30, 9, 0]), 48)
     wanted = [[2, 1, 9, 39], [0, 0, 0, 9], [3, 4, 39, 48]]
     assert used == 3 and work[:3].tolist() == wanted
     assert sorted(work[:, 0].tolist()) == [0, 1, 2, 3, 4]
@@ -188,7 +205,7 @@ def test_refusal_names_what_is_wrong():
     "shape", [(8192, 2048, 1536, 16), (8192, 2880, 5760, 8), (1, 8, 8, 2)], ids=str
 )
 def test_compiles_without_spills(gpu, shape, tmp_path):
-    """All four kernels: tensor cores used, no local memory, within shared and tensor memory."""
+    """All six kernels: tensor cores used, no local memory, within shared and tensor memory."""
     child = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"} | {
         "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
         "MOSAIC_GPU_DUMP_TO": str(tmp_path),
@@ -205,7 +222,8 @@ def test_compiles_without_spills(gpu, shape, tmp_path):
     # The three kinds of report number the kernels each in an order of its own.
     read = lambda kind: [p.read_text(errors="replace") for p in tmp_path.glob(f"*.{kind}")]  # noqa: E731
     codes, reports, budgets = read("ptx"), read("ptxas"), read("resources.txt")
-    assert len(codes) == len(reports) == len(budgets) == 4
+    assert len(codes) == len(reports) == len(budgets) == 6
+    assert sum("tcgen05.mma.cta_group::2" in code for code in codes) == 2
     for code in codes:
         assert "tcgen05.mma" in code and ".local" not in code
     for report in reports:
@@ -213,6 +231,6 @@ def test_compiles_without_spills(gpu, shape, tmp_path):
         assert re.search(r"\b0 stack\b.*\b0 bytes lmem", report), report
         assert ("sm_103a" if gpu == "gb300" else "sm_100a") in report, report
     for budget in budgets:
-        assert "tmem_scratch_cols=512" in budget, budget
+        assert re.search(r"tmem_(collective_)?scratch_cols=512", budget), budget
         shared = re.search(r"smem_scratch_bytes=(\d+)", budget)
         assert shared and int(shared.group(1)) <= 224 * 1024, budget
