@@ -9,7 +9,7 @@ import pytest
 
 from pallas_kernels import tune
 from pallas_kernels.deviceless import GPUS
-from pallas_kernels.grouped_gemm import blackwell_loop, tiles
+from pallas_kernels.grouped_gemm import blackwell, blackwell_loop, tiles
 from pallas_kernels.grouped_gemm.tiles import OPS, ByOp, Extent, Measured, Tiles
 
 H100, B200 = GPUS["h100"], GPUS["b200"]
@@ -103,7 +103,7 @@ def test_candidates_fit_the_device_and_hold_the_default(name):
         assert own.rows * own.cols <= 128 * 256
         if gpu.capability[0] == 10:
             a, b = (own.rows, own.depth), (own.depth, own.cols)
-            blackwell_loop.scratch_types(own, a, b, jnp.bfloat16)
+            blackwell_loop.scratch_types(own, a, b, jnp.bfloat16, (2, 64))
 
 
 SLOW, WRONG, BROKEN, BEST = tiles.candidates(B200)[:4]
