@@ -16,12 +16,24 @@ import argparse
 import importlib.util
 import sys
 import time
+import types
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+
+class _AnyArray(types.ModuleType):
+    """Stands in for jaxtyping where there is none: `Float[Array, "M K"]` is some list, unread."""
+
+    def __getattr__(self, name: str) -> Any:
+        return list
+
+
+if not importlib.util.find_spec("jaxtyping"):
+    sys.modules["jaxtyping"] = _AnyArray("jaxtyping")
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402

@@ -12,6 +12,7 @@ each compile in a child process: a compiler abort takes its process along.
 import dataclasses
 import re
 
+import jax
 from jax.experimental import topologies
 
 from pallas_kernels.pick import target
@@ -50,6 +51,9 @@ GPUS = {
     "gb300": Gpu("NVIDIA GB300", (10, 3), 152, 2.07, 297_021_079_552, _GB_RATE, _GB_L2),
 }
 
+GENERATIONS = {"hopper": 9, "blackwell": 10}
+"""Major compute capability of the generations that have kernels of their own."""
+
 # Small all-reduces abort the compiler unless collective kernels are off; a sort asks a GPU that is
 # not there unless CUB's radix sort is.
 COMPILER_OPTIONS = {
@@ -76,6 +80,22 @@ def target_gpu() -> Gpu | None:
     if name is None:
         return None
     return dataclasses.replace(GPUS[name], cores=device.cores or GPUS[name].cores)
+
+
+def refusal_for(generation: str, oldest_jax: tuple[int, ...]) -> str | None:
+    """Returns why kernels of a generation in `GENERATIONS` do not serve the program being traced:
+    it is for another device, or this JAX is older than they are. None: they may."""
+    gpu = target_gpu()
+    if gpu is None or gpu.capability[0] != GENERATIONS[generation]:
+        return f"it runs on {generation.title()} GPUs, and this program is for {target().kind}"
+    return too_old(oldest_jax)
+
+
+def too_old(oldest_jax: tuple[int, ...]) -> str | None:
+    """Returns why this JAX cannot compile kernels that need at least `oldest_jax`, or None."""
+    if jax.__version_info__ >= oldest_jax:
+        return None
+    return f"it needs JAX {'.'.join(map(str, oldest_jax))}, and this is {jax.__version__}"
 
 
 def target_config(gpu: Gpu) -> str:

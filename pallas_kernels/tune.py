@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.deviceless import GPUS, Gpu, gpu_of, target_gpu
+from pallas_kernels.deviceless import GPUS, Gpu, gpu_of, target_gpu, too_old
 from pallas_kernels.grouped_gemm import blackwell, hopper, tiles
 from pallas_kernels.grouped_gemm.tiles import OPS, Measured, Tiles
 from pallas_kernels.inspect import GROUPS, ROWS, SHAPES, Program, collect, gemm, report_all, table
@@ -145,9 +145,7 @@ def refusal(gpu: Gpu | None, kind: str) -> str | None:
     """Returns why nothing can be timed for a device, or None."""
     if gpu is None or gpu.capability[0] not in (9, 10):
         return f"there are tiles to tune on Hopper and Blackwell GPUs, and this is {kind}"
-    if jax.__version_info__ < (0, 12):
-        return f"their kernels need JAX 0.12, and this is {jax.__version__}"
-    return None
+    return too_old((hopper if gpu.capability[0] == 9 else blackwell).OLDEST_JAX)
 
 
 def programs(gpu: Gpu, shapes: Sequence[tuple[int, int, int, int]]) -> list[Program]:

@@ -7,17 +7,14 @@ of these generations, `triton.py` those for others (the extra `triton`), `xla.py
 implementation.
 """
 
-from collections.abc import Callable
-from functools import partial
 from importlib.util import find_spec
-from types import ModuleType
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.deviceless import target_gpu
+from pallas_kernels.deviceless import refusal_for, target_gpu
 from pallas_kernels.grouped_gemm import blackwell, hopper, reference, xla
 from pallas_kernels.grouped_gemm.tiles import choose_all
 from pallas_kernels.pick import Choice, pick, target
@@ -57,31 +54,22 @@ def _choices(x_MK, w_GKN) -> list[Choice]:
     return [*_gpu_choices(x_MK, w_GKN), *rest, Choice("reference", reference.grouped_gemm)]
 
 
-def _kernels() -> list[tuple[str, int, ModuleType, Callable]]:
-    """(name, major compute capability, module, its grouped_gemm on a GPU) of each generation."""
+def _gpu_choices(x_MK, w_GKN) -> list[Choice]:
+    def on_hopper(x_MK, w_GKN, group_sizes_G):
+        return hopper.grouped_gemm(x_MK, w_GKN, group_sizes_G, target_gpu())
 
-    def on_hopper(x_MK, w_GKN, group_sizes_G, gpu):
-        return hopper.grouped_gemm(x_MK, w_GKN, group_sizes_G, gpu)
-
-    def on_blackwell(x_MK, w_GKN, group_sizes_G, gpu):
+    def on_blackwell(x_MK, w_GKN, group_sizes_G):
         (M, K), (G, _, N) = x_MK.shape, w_GKN.shape
-        tiles = choose_all(gpu, M, K, N, G)
+        tiles = choose_all(target_gpu(), M, K, N, G)
         return blackwell.grouped_gemm(x_MK, w_GKN, group_sizes_G, tiles)
 
-    return [("hopper", 9, hopper, on_hopper), ("blackwell", 10, blackwell, on_blackwell)]
-
-
-def _gpu_choices(x_MK, w_GKN) -> list[Choice]:
-    gpu, choices = target_gpu(), []
-    for name, generation, module, run in _kernels():
-        if gpu is None or gpu.capability[0] != generation:
-            why = f"it runs on {name.title()} GPUs, and this program is for {target().kind}"
-        elif jax.__version_info__ < (0, 12):
-            why = f"it needs JAX 0.12, and this is {jax.__version__}"
-        else:
-            why = module.refusal(x_MK, w_GKN)
-        choices.append(Choice(name, partial(run, gpu=gpu), why))
-    return choices
+    return [
+        Choice(name, run, refusal_for(name, module.OLDEST_JAX) or module.refusal(x_MK, w_GKN))
+        for name, run, module in (
+            ("hopper", on_hopper, hopper),
+            ("blackwell", on_blackwell, blackwell),
+        )
+    ]
 
 
 def _triton_choice(x_MK, w_GKN) -> Choice:

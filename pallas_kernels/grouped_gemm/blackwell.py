@@ -54,6 +54,7 @@ from pallas_kernels.grouped_gemm.blackwell_loop import (
 )
 from pallas_kernels.grouped_gemm.tiles import ByOp, Tiles, of
 
+OLDEST_JAX = (0, 12)
 # Rows are lanes of tensor memory, two sums of these columns fill its 512, and the depth is one
 # swizzled line of 128 bytes.
 DEFAULT = Tiles(rows=128, cols=256, depth=64, stages=4, snake=8, cores=GPUS["b200"].cores)

@@ -47,7 +47,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.grouped_gemm.tiles import Tiles, bounds
+from pallas_kernels.grouped_gemm.tiles import Tiles
+from pallas_kernels.grouped_gemm.work import bounds, by_size
 
 ALIGN = 8  # rows: a swizzled tile in shared memory has 8, and TMA moves whole tiles
 LINE = 64  # elements of bfloat16 in a swizzled line; K and N are padded to whole lines
@@ -90,16 +91,9 @@ def row_tiles(group_sizes_G, num_rows, rows):
 
 def longest_first(group_sizes_G, num_rows):
     """(work, counts): for each group, the longest first (group, first row / 8, first and end row),
-    and [number of groups with rows]. Ranks by comparison: G is small, and a sort is a kernel."""
-    starts_G, ends_G = bounds(group_sizes_G, num_rows)
-    bases_G = starts_G // ALIGN
-    size_G, g_G = ends_G - starts_G, jnp.arange(group_sizes_G.shape[0], dtype=jnp.int32)
-    longer_GG = (size_G[None] > size_G[:, None]) | (
-        (size_G[None] == size_G[:, None]) & (g_G[None] < g_G[:, None])
-    )
-    work_G4 = jnp.stack([g_G, bases_G, starts_G, ends_G], 1)
-    work_G4 = jnp.zeros_like(work_G4).at[longer_GG.sum(1, dtype=jnp.int32)].set(work_G4)
-    return work_G4, (size_G > 0).sum(dtype=jnp.int32)[None]
+    and [number of groups with rows]."""
+    live_1, (group_G, first_G, end_G) = by_size(group_sizes_G, num_rows)
+    return jnp.stack([group_G, first_G // ALIGN, first_G, end_G], 1), live_1
 
 
 # What the warps do, in any of the kernels.

@@ -10,6 +10,7 @@ operations turn them into a list of tiles, and the kernels walk that list.
 Grid: one block for each streaming multiprocessor, which takes every cores-th tile of the list. Its
 third warpgroup loads tiles of both operands into a ring of `stages` buffers and runs ahead into the
 next tile; the first two multiply, each the upper or lower half of the tile's rows, and store.
+grouped_mlp/hopper.py builds on what has no underscore here.
 
 Products by rows (forward, input): tiles start at their group's first row, so that none spans two
 groups. The last one of a group may load rows of the next; what it computes from them stays in rows
@@ -36,7 +37,7 @@ ptxas reports that it ignores `setmaxnreg` in the way Mosaic calls it; nothing h
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -45,39 +46,39 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.deviceless import GPUS, Gpu
-from pallas_kernels.grouped_gemm.tiles import Tiles, bounds, choose
+from pallas_kernels.grouped_gemm.tiles import Tiles, choose
+from pallas_kernels.grouped_gemm.work import by_size, row_tiles
 
 H100 = GPUS["h100"]
-_CHUNK = 32  # columns of the output that a warpgroup stores at once
+OLDEST_JAX = (0, 11, 2)
+CHUNK = 32  # columns of the output that a warpgroup stores at once
 _MEMORY_WG = 2  # the warpgroup that issues loads; 0 and 1 compute
 _MEMORY_REGISTERS, _COMPUTE_REGISTERS = 40, 232  # a thread; 2 * 232 + 40 <= 65536 / 128
 
 
-def _swizzled(shape, dtype):
+class Ring(NamedTuple):
+    """The barriers of the stages in shared memory."""
+
+    stages: int
+    full: Any
+    empty: Any
+
+
+class Place(NamedTuple):
+    """One output tile of a product by rows, as its device sees it."""
+
+    group: Any
+    row: Any  # its first row
+    end: Any  # the end of its group, beyond the tile's own or not
+    tile: Any  # its number among the row tiles
+    col: Any  # and among the column tiles
+
+
+def swizzled(shape, dtype):
     """A shared-memory buffer in the layout that wgmma reads and TMA writes without conflicts."""
     swizzle = plgpu.find_swizzle(shape[-1] * jnp.dtype(dtype).itemsize * 8)
     tiling = plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize))
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
-
-
-def _row_tiles(group_sizes_G, num_rows, rows):
-    """(counts_2, tiles_3T): the row tiles of a product by rows.
-
-    Tile t holds rows tiles[1, t] up to tiles[2, t], at most `rows` of which are its own, of group
-    tiles[0, t]. The first counts[0] tiles have a group; counts[1] more cover the rows past the sum.
-    """
-    starts_G, ends_G = bounds(group_sizes_G, num_rows)
-    starts = jnp.concatenate([starts_G, ends_G[-1:]])
-    ends = jnp.concatenate([ends_G, ends_G[-1:] * 0 + num_rows])
-    upto = jnp.cumsum((ends - starts + rows - 1) // rows, dtype=jnp.int32)
-    most = pl.cdiv(num_rows, rows) + group_sizes_G.shape[0]
-    tile_T = jnp.arange(most, dtype=jnp.int32)
-    group_T = (tile_T[:, None] >= upto[None, :]).sum(axis=1, dtype=jnp.int32)
-    group_T = jnp.minimum(group_T, group_sizes_G.shape[0])
-    before_T = jnp.where(group_T > 0, upto[group_T - 1], 0)
-    first_T = starts[group_T] + (tile_T - before_T) * rows
-    counts_2 = jnp.stack([upto[-2], upto[-1] - upto[-2]])
-    return counts_2, jnp.stack([group_T, first_T, ends[group_T]])
 
 
 def _for_mine(visit, count, cores, done):
@@ -85,7 +86,7 @@ def _for_mine(visit, count, cores, done):
     cores each turn. Nothing here divides by what only the device knows: see the header."""
     core = lax.axis_index("core")
     turns = lax.div(count - core + cores - 1, cores)
-    lax.fori_loop(0, turns, lambda turn, done: visit(core + turn * cores, done), done)
+    return lax.fori_loop(0, turns, lambda turn, done: visit(core + turn * cores, done), done)
 
 
 def _snake(index, num_rows, num_cols, width):
@@ -105,46 +106,63 @@ def _snake(index, num_rows, num_cols, width):
     return row, jnp.where(lax.rem(band, 2) == 0, col, num_cols - 1 - col)
 
 
-def _accumulate(acc, steps, done, stages, full, empty, multiply, prepare=lambda _: None):
-    """Adds `steps` >= 1 stages to acc: multiply(slot) issues the products of one stage, after
+def accumulate(steps, done, ring, multiply, prepare=lambda _: None, each=1):
+    """Multiplies `steps` >= 1 stages: multiply(slot) issues the `each` products of one stage, after
     prepare(slot) for the first.
 
     A stage is handed back one step late, so that its products run while the next are issued. The
     first step stands apart: it alone has nothing to hand back, and may have rows to clear.
     """
-    first = lax.rem(done, stages)
-    plgpu.barrier_wait(full.at[first])
+    first = lax.rem(done, ring.stages)
+    plgpu.barrier_wait(ring.full.at[first])
     prepare(first)
     multiply(first)
 
     def step(i, last):
-        slot = lax.rem(done + i, stages)
-        plgpu.barrier_wait(full.at[slot])
+        slot = lax.rem(done + i, ring.stages)
+        plgpu.barrier_wait(ring.full.at[slot])
         multiply(slot)
-        plgpu.wgmma_wait(1)
-        plgpu.barrier_arrive(empty.at[last])
+        plgpu.wgmma_wait(each)
+        plgpu.barrier_arrive(ring.empty.at[last])
         return slot
 
     last = lax.fori_loop(1, steps, step, first)
     plgpu.wgmma_wait(0)
-    plgpu.barrier_arrive(empty.at[last])
-    return acc[...]
+    plgpu.barrier_arrive(ring.empty.at[last])
 
 
-def _load(steps, done, stages, full, empty, copies):
+def _load(steps, done, ring, copies):
     """Fills `steps` stages: copies(step, slot) lists (source, destination)."""
 
     def step(i, _):
-        slot = lax.rem(done + i, stages)
+        slot = lax.rem(done + i, ring.stages)
 
-        @pl.when(done + i >= stages)
+        @pl.when(done + i >= ring.stages)
         def _():
-            plgpu.barrier_wait(empty.at[slot])
+            plgpu.barrier_wait(ring.empty.at[slot])
 
         for source, destination in copies(i, slot):
-            plgpu.copy_gmem_to_smem(source, destination, full.at[slot])
+            plgpu.copy_gmem_to_smem(source, destination, ring.full.at[slot])
 
     lax.fori_loop(0, steps, step, None)
+
+
+def _drain(done, ring):
+    """Waits until the last stages are handed back: all that is completed has been waited for, which
+    the interpreter of JAX 0.11 insists on."""
+
+    def step(i, _):
+        plgpu.barrier_wait(ring.empty.at[lax.rem(i, ring.stages)])
+
+    lax.fori_loop(jnp.maximum(done - ring.stages, 0), done, step, None)
+
+
+def store(ref, value):
+    """Stores in any layout, bank conflicts or not. JAX 0.11 has no `store`, nor objects to them."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value
 
 
 def _store_full(chunk, y_gmem, smem, row, cols):
@@ -159,7 +177,7 @@ def _store_border(chunk, y_gmem, smem, row, rows, cols):
 
     A box of n rows starts at a multiple of 2 n rows of 64 bytes, so at the 128 bytes TMA asks for.
     """
-    plgpu.store(smem, chunk, optimized=False)  # row-major, for a box may start at any row
+    store(smem, chunk)  # row-major, for a box may start at any row
     plgpu.commit_smem()
 
     def box(at, size):
@@ -173,16 +191,22 @@ def _store_border(chunk, y_gmem, smem, row, rows, cols):
         size //= 2
 
 
-def _store_rows(value, y_gmem, out_smem, border_smem, row, rows, col):
-    """Stores the first `rows` rows of value at (row, col); the others belong to other tiles."""
-    for c in range(value.shape[1] // _CHUNK):
-        slot, cols = c % 2, pl.ds(col + c * _CHUNK, _CHUNK)
-        chunk = value[:, c * _CHUNK : (c + 1) * _CHUNK].astype(y_gmem.dtype)
+def chunks(value, y_gmem, col):
+    """Cuts value, which belongs at column `col`, into what `store_rows` takes."""
+    for c in range(0, value.shape[1], CHUNK):
+        yield value[:, c : c + CHUNK].astype(y_gmem.dtype), y_gmem, pl.ds(col + c, CHUNK)
+
+
+def store_rows(pieces, out_smem, border_smem, row, rows):
+    """Stores the first `rows` rows of each (chunk, array, columns) at `row`; the other rows belong
+    to other tiles."""
+    for n, (chunk, y_gmem, cols) in enumerate(pieces):
+        slot, most = n % 2, chunk.shape[0]
         plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the slot's last chunk has left
         full = partial(_store_full, chunk, y_gmem, out_smem.at[slot], row, cols)
         border = partial(_store_border, chunk, y_gmem, border_smem.at[slot], row, rows, cols)
-        pl.when(rows == value.shape[0])(full)
-        pl.when((rows > 0) & (rows < value.shape[0]))(border)
+        pl.when(rows >= most)(full)
+        pl.when((rows > 0) & (rows < most))(border)
         plgpu.commit_smem_to_gmem_group()
 
 
@@ -207,64 +231,82 @@ def _roles(load, compute):
         plgpu.wait_smem_to_gmem(0)
 
 
-def _product_kernel(*refs, tiles, transposed):
-    counts_gmem, tiles_gmem, x_gmem, w_gmem, y_gmem, *scratch = refs
-    x_smem, w_smem, out_smem, border_smem, full, empty = scratch
-    wg = lax.axis_index("wg")
-    steps, stages, wg_rows = pl.cdiv(x_gmem.shape[1], tiles.depth), tiles.stages, tiles.rows // 2
-    num_cols = pl.cdiv(y_gmem.shape[1], tiles.cols)
+def by_rows(counts_gmem, tiles_gmem, num_cols, tiles, ring, phases, compute, clear=None):
+    """Walks the tiles of a product by rows: one warpgroup loads, the others compute(place, done),
+    and clear(place, done) the tiles of rows past the sum.
+
+    Each tile takes the stages of all phases, (steps, copies): copies(place, step, slot) lists the
+    (source, destination) of one. `done` counts stages of this core before the tile's first.
+    """
+    steps = sum(steps for steps, _ in phases)
 
     def for_tiles(visit, first, count):
         def one(index, done):
             tile, col = _snake(index, count, num_cols, tiles.snake)
-            visit(first + tile, col * tiles.cols, done)
+            group, row, end = (tiles_gmem[i, first + tile] for i in range(3))
+            visit(Place(group, row, end, first + tile, col), done)
             return done + steps
 
-        _for_mine(one, count * num_cols, tiles.cores, jnp.int32(0))
+        # A zero that the compiler does not see through: from a constant it would know the slots of
+        # every tile, and keep their addresses in registers that it does not have.
+        zero = jnp.minimum(counts_gmem[0], 0)
+        return _for_mine(one, count * num_cols, tiles.cores, zero)
 
-    def load(tile, col, done):
-        group, row = tiles_gmem[0, tile], tiles_gmem[1, tile]
+    def load(place, done):
+        for steps, copies in phases:
+            _load(steps, done, ring, partial(copies, place))
+            done += steps
 
-        def copies(step, slot):
-            deep, cols = pl.ds(step * tiles.depth, tiles.depth), pl.ds(col, tiles.cols)
-            w = w_gmem.at[group, cols, deep] if transposed else w_gmem.at[group, deep, cols]
-            x = x_gmem.at[pl.ds(row, tiles.rows), deep]
-            return (x, x_smem.at[slot]), (w, w_smem.at[slot])
+    def compute_all():
+        for_tiles(compute, 0, counts_gmem[0])
+        if clear is not None:
+            for_tiles(clear, counts_gmem[0], counts_gmem[1])
 
-        _load(steps, done, stages, full, empty, copies)
+    _roles(lambda: _drain(for_tiles(load, 0, counts_gmem[0]), ring), compute_all)
 
-    def store(y, tile, col):
-        row = tiles_gmem[1, tile] + wg * wg_rows
-        rows = jnp.clip(tiles_gmem[2, tile] - row, 0, wg_rows)
-        _store_rows(y, y_gmem, out_smem.at[wg], border_smem.at[wg], row, rows, col)
 
-    def compute(tile, col, done):
+def _product_kernel(*refs, tiles, transposed):
+    counts_gmem, tiles_gmem, x_gmem, w_gmem, y_gmem, *scratch = refs
+    x_smem, w_smem, out_smem, border_smem, full, empty = scratch
+    wg, wg_rows, ring = lax.axis_index("wg"), tiles.rows // 2, Ring(tiles.stages, full, empty)
+    steps = pl.cdiv(x_gmem.shape[1], tiles.depth)
+
+    def copies(place, step, slot):
+        group, deep = place.group, pl.ds(step * tiles.depth, tiles.depth)
+        rows, cols = pl.ds(place.row, tiles.rows), pl.ds(place.col * tiles.cols, tiles.cols)
+        w = w_gmem.at[group, cols, deep] if transposed else w_gmem.at[group, deep, cols]
+        x = x_gmem.at[rows, deep]
+        return (x, x_smem.at[slot]), (w, w_smem.at[slot])
+
+    def store(y, place):
+        row, pieces = place.row + wg * wg_rows, chunks(y, y_gmem, place.col * tiles.cols)
+        store_rows(pieces, out_smem.at[wg], border_smem.at[wg], row, place.end - row)
+
+    def compute(place, done):
         def scope(acc):
             def multiply(slot):
                 x = x_smem.at[slot, pl.ds(wg * wg_rows, wg_rows)]
                 w = w_smem.at[slot]
                 plgpu.wgmma(acc, x, w.transpose((1, 0)) if transposed else w)
 
-            return _accumulate(acc, steps, done, stages, full, empty, multiply)
+            accumulate(steps, done, ring, multiply)
+            return acc[...]
 
-        store(pl.run_scoped(scope, plgpu.ACC((wg_rows, tiles.cols))), tile, col)
+        store(pl.run_scoped(scope, plgpu.ACC((wg_rows, tiles.cols))), place)
 
-    def clear(tile, col, _):
-        store(_zeros(tiles), tile, col)
+    def clear(place, _):
+        store(_zeros(tiles), place)
 
-    def compute_all():
-        for_tiles(compute, 0, counts_gmem[0])
-        for_tiles(clear, counts_gmem[0], counts_gmem[1])
-
-    _roles(lambda: for_tiles(load, 0, counts_gmem[0]), compute_all)
+    num_cols = pl.cdiv(y_gmem.shape[1], tiles.cols)
+    by_rows(counts_gmem, tiles_gmem, num_cols, tiles, ring, [(steps, copies)], compute, clear)
 
 
-def _like(x, shape, dtype):
+def like(x, shape, dtype):
     """An output's type; inside a shard_map it varies over the axes that x varies over."""
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(x).manual_axis_type)
 
 
-def _launch(name, kernel, out_type, tiles, scratch):
+def launch(name, kernel, out_type, tiles, scratch):
     """One block for each core: two warpgroups that compute and one that loads.
 
     `plgpu.kernel` would do the same, and lose the axes that the output varies over.
@@ -275,15 +317,19 @@ def _launch(name, kernel, out_type, tiles, scratch):
 
     mesh = plgpu.Mesh(grid=(tiles.cores,), grid_names=("core",), num_threads=3, thread_name="wg")
     params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
-    launched: Any = pl.kernel(
-        body, out_type, mesh=mesh, compiler_params=params, name=f"grouped_gemm_{name}"
-    )
+    launched: Any = pl.kernel(body, out_type, mesh=mesh, compiler_params=params, name=name)
     return launched
 
 
-def _ring(stages):
-    """Barriers of the ring: a stage is full after two copies, empty after two warpgroups."""
-    return [plgpu.Barrier(num_arrivals=2, num_barriers=stages)] * 2
+def ring_of(stages, copies=2):
+    """Barriers of the ring: a stage is full after its copies, empty after two warpgroups."""
+    return [plgpu.Barrier(num_arrivals=n, num_barriers=stages) for n in (copies, 2)]
+
+
+def outbox(tiles, dtype):
+    """Where chunks wait for their copies: of whole tiles, and row-major of borders."""
+    shape = (2, 2, tiles.rows // 2, CHUNK)  # warpgroup, slot
+    return [swizzled(shape, dtype), plgpu.SMEM(shape, dtype)]
 
 
 def product(x_MK, w_GKN, group_sizes_G, tiles: Tiles, transposed: bool):
@@ -291,31 +337,16 @@ def product(x_MK, w_GKN, group_sizes_G, tiles: Tiles, transposed: bool):
     M = x_MK.shape[0]
     cols = w_GKN.shape[1] if transposed else w_GKN.shape[2]
     w_tile = (tiles.cols, tiles.depth) if transposed else (tiles.depth, tiles.cols)
-    out_tiles = (2, 2, tiles.rows // 2, _CHUNK)  # warpgroup, slot
     scratch = [
-        _swizzled((tiles.stages, tiles.rows, tiles.depth), x_MK.dtype),
-        _swizzled((tiles.stages, *w_tile), x_MK.dtype),
-        _swizzled(out_tiles, x_MK.dtype),
-        plgpu.SMEM(out_tiles, x_MK.dtype),
-        *_ring(tiles.stages),
+        swizzled((tiles.stages, tiles.rows, tiles.depth), x_MK.dtype),
+        swizzled((tiles.stages, *w_tile), x_MK.dtype),
+        *outbox(tiles, x_MK.dtype),
+        *ring_of(tiles.stages),
     ]
     kernel = partial(_product_kernel, tiles=tiles, transposed=transposed)
-    name = "input_gradient" if transposed else "forward"
-    run = _launch(name, kernel, _like(x_MK, (M, cols), x_MK.dtype), tiles, scratch)
-    return run(*_row_tiles(group_sizes_G, M, tiles.rows), x_MK, w_GKN)
-
-
-def _by_size(group_sizes_G, num_rows):
-    """(live_1, groups_3G): (group, first row, end row) by falling size, and how many have rows."""
-    starts_G, ends_G = bounds(group_sizes_G, num_rows)
-    rows_G, group_G = ends_G - starts_G, jnp.arange(group_sizes_G.shape[0], dtype=jnp.int32)
-    ahead_GG = (rows_G[None] > rows_G[:, None]) | (
-        (rows_G[None] == rows_G[:, None]) & (group_G[None] < group_G[:, None])
-    )
-    rank_G = ahead_GG.sum(axis=1, dtype=jnp.int32)
-    groups_3G = jnp.zeros((3, *group_G.shape), jnp.int32)
-    groups_3G = groups_3G.at[:, rank_G].set(jnp.stack([group_G, starts_G, ends_G]))
-    return (rows_G > 0).sum(dtype=jnp.int32)[None], groups_3G
+    name = "grouped_gemm_input_gradient" if transposed else "grouped_gemm_forward"
+    run = launch(name, kernel, like(x_MK, (M, cols), x_MK.dtype), tiles, scratch)
+    return run(*row_tiles(group_sizes_G, M, tiles.rows), x_MK, w_GKN)
 
 
 def _clear_rows(smem, rows, col):
@@ -329,13 +360,13 @@ def _clear_rows(smem, rows, col):
 def _store_whole(value, dw_gmem, out_smem, group, row, col, add):
     """Stores value at (row, col) of a group, or adds it there; TMA drops what is out of bounds."""
     most = value.shape[0]
-    for c in range(value.shape[1] // _CHUNK):
+    for c in range(value.shape[1] // CHUNK):
         plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-        out_smem[c % 2] = value[:, c * _CHUNK : (c + 1) * _CHUNK].astype(dw_gmem.dtype)
+        out_smem[c % 2] = value[:, c * CHUNK : (c + 1) * CHUNK].astype(dw_gmem.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(
             out_smem.at[c % 2],
-            dw_gmem.at[group, pl.ds(row, most), pl.ds(col + c * _CHUNK, _CHUNK)],
+            dw_gmem.at[group, pl.ds(row, most), pl.ds(col + c * CHUNK, CHUNK)],
             reduction_op="add" if add else None,
         )
 
@@ -356,8 +387,7 @@ def _clear_border(x_smem, dy_smem, masked, rows, wg):
 def _weight_kernel(*refs, tiles, add):
     live_gmem, groups_gmem, x_gmem, dy_gmem, dw_gmem, *scratch = refs
     x_smem, dy_smem, out_smem, masked, full, empty = scratch
-    wg = lax.axis_index("wg")
-    stages, wg_rows = tiles.stages, tiles.rows // 2
+    wg, wg_rows, ring = lax.axis_index("wg"), tiles.rows // 2, Ring(tiles.stages, full, empty)
     G, K, N = dw_gmem.shape
     num_rows, num_cols = pl.cdiv(K, tiles.rows), pl.cdiv(N, tiles.cols)
     tiles_each = num_rows * num_cols
@@ -371,7 +401,7 @@ def _weight_kernel(*refs, tiles, add):
             visit(first + nth, row * tiles.rows, col * tiles.cols, start, end, steps, done)
             return done + steps
 
-        _for_mine(one, count * tiles_each, tiles.cores, jnp.int32(0))
+        return _for_mine(one, count * tiles_each, tiles.cores, jnp.int32(0))
 
     def load(_, row, col, start, end, steps, done):
         def copies(step, slot):
@@ -381,7 +411,7 @@ def _weight_kernel(*refs, tiles, add):
             dy = dy_gmem.at[deep, pl.ds(col, tiles.cols)]
             return (x, x_smem.at[slot]), (dy, dy_smem.at[slot])
 
-        _load(steps, done, stages, full, empty, copies)
+        _load(steps, done, ring, copies)
 
     def store(dw, nth, row, col):
         group = groups_gmem[0, nth]
@@ -399,7 +429,8 @@ def _weight_kernel(*refs, tiles, add):
                 x = x_smem.at[slot, :, pl.ds(wg * wg_rows, wg_rows)]
                 plgpu.wgmma(acc, x.transpose((1, 0)), dy_smem.at[slot])
 
-            return _accumulate(acc, steps, done, stages, full, empty, multiply, prepare)
+            accumulate(steps, done, ring, multiply, prepare)
+            return acc[...]
 
         store(pl.run_scoped(scope, plgpu.ACC((wg_rows, tiles.cols))), nth, row, col)
 
@@ -411,7 +442,7 @@ def _weight_kernel(*refs, tiles, add):
         if not add:  # an empty group adds nothing
             for_tiles(clear, live_gmem[0], G - live_gmem[0])
 
-    _roles(lambda: for_tiles(load, 0, live_gmem[0]), compute_all)
+    _roles(lambda: _drain(for_tiles(load, 0, live_gmem[0]), ring), compute_all)
 
 
 def weight_gradient(x_MK, dy_MN, group_sizes_G, tiles: Tiles, dtype=None, into=None):
@@ -426,19 +457,18 @@ def weight_gradient(x_MK, dy_MN, group_sizes_G, tiles: Tiles, dtype=None, into=N
     dtype = into.dtype if into is not None else dtype or x_MK.dtype
     kernel = partial(_weight_kernel, tiles=tiles, add=into is not None)
     scratch = [
-        _swizzled((tiles.stages, tiles.depth, tiles.rows), x_MK.dtype),
-        _swizzled((tiles.stages, tiles.depth, tiles.cols), x_MK.dtype),
-        _swizzled((2, 2, tiles.rows // 2, _CHUNK), dtype),  # warpgroup, slot
+        swizzled((tiles.stages, tiles.depth, tiles.rows), x_MK.dtype),
+        swizzled((tiles.stages, tiles.depth, tiles.cols), x_MK.dtype),
+        swizzled((2, 2, tiles.rows // 2, CHUNK), dtype),  # warpgroup, slot
         plgpu.Barrier(num_arrivals=2),
-        *_ring(tiles.stages),
+        *ring_of(tiles.stages),
     ]
-    args = (*_by_size(group_sizes_G, M), x_MK, dy_MN)
+    args, out_type = (*by_size(group_sizes_G, M), x_MK, dy_MN), like(x_MK, (G, K, N), dtype)
+    run = partial(launch, "grouped_gemm_weight_gradient", kernel)
     if into is None:
-        return _launch("weight_gradient", kernel, _like(x_MK, (G, K, N), dtype), tiles, scratch)(
-            *args
-        )
+        return run(out_type, tiles, scratch)(*args)
     dw_ref = jax.new_ref(into)
-    _launch("weight_gradient", kernel, (), tiles, scratch)(*args, dw_ref)
+    run((), tiles, scratch)(*args, dw_ref)
     return jax.freeze(dw_ref)
 
 

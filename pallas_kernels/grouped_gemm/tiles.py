@@ -1,5 +1,4 @@
-"""How the rows of a grouped GEMM are cut up: where groups lie, and tile sizes by operation, device
-and shape.
+"""Tile sizes of the grouped GEMM kernels, by operation, device and shape.
 
 Tiles measured on a device lie in `tiles/<gpu>.json` beside this file, where `pallas_kernels.tune`
 writes them. None is there yet: nothing was measured, and tiles are computed from sizes.
@@ -13,19 +12,11 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-import jax.numpy as jnp
-
 from pallas_kernels.deviceless import Gpu, gpu_of
 
 OPS = ("forward", "input", "weight")
 MEASURED = Path(__file__).parent / "tiles"
 """The folder of <gpu>.json, named by the keys of `deviceless.GPUS`."""
-
-
-def bounds(group_sizes_G, num_rows):
-    """Returns (starts, ends) of the groups' rows, clipped to the rows that exist."""
-    ends_G = jnp.minimum(jnp.cumsum(group_sizes_G, dtype=jnp.int32), num_rows)
-    return jnp.concatenate([ends_G[:1] * 0, ends_G[:-1]]), ends_G
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +96,11 @@ def most_stages(rows: int, cols: int, depth: int, gpu: Gpu) -> int:
     return (gpu.shared_bytes - 1024 - 256 * rows) // ((rows + cols) * depth * 2)
 
 
-_SNAKE = {"forward": 8, "input": 8, "weight": 4}
+_SNAKE = {"forward": 8, "input": 8, "weight": 4, "mlp_forward": 8, "mlp_gradient": 8}
+_WIDTHS = (256, 192, 128, 64)
+# The grouped MLP on Hopper multiplies two matrices of whole swizzled lines in its forward, and
+# needs registers beside the sums in its gradient.
+_MLP_WIDTHS = {"mlp_forward": (256, 128), "mlp_gradient": (192, 128)}
 
 
 def _computed(op: str, gpu: Gpu, rows: int, cols: int) -> Tiles:
@@ -118,7 +113,8 @@ def _computed(op: str, gpu: Gpu, rows: int, cols: int) -> Tiles:
     if gpu.capability[0] >= 10:
         width, snake = 256, 8
     else:
-        width = min((256, 192, 128, 64), key=lambda width: -(-cols // width) * (width + 16))
+        widths = _MLP_WIDTHS.get(op, _WIDTHS)
+        width = min(widths, key=lambda width: -(-cols // width) * (width + 16))
         snake = min(_SNAKE[op], -(-rows // 128))
     return Tiles(128, width, 64, most_stages(128, width, 64, gpu), snake, gpu.cores)
 
@@ -147,11 +143,13 @@ def candidates(gpu: Gpu) -> list[Tiles]:
 
 def choose(op: str, gpu: Gpu, rows: int, cols: int, depth: int = 0) -> Tiles:
     """Returns the tiles of `op` for a result of rows x cols, each a sum of `depth` products (see
-    `extent`; 0: not known). Measured ones where this GPU has them of a shape like this one.
+    `extent`; 0: not known). Measured ones where this GPU has them of a shape like this one. Also
+    those of the grouped MLP: "mlp_forward", M x 2F with a gate and its up in each tile, and
+    "mlp_gradient", M x F.
 
     Raises KeyError for an unknown operation.
     """
-    if op not in OPS:
+    if op not in _SNAKE:
         raise KeyError(op)
     key = gpu_of(gpu.name)
     measured = nearest(_of_gpu(key), op, Extent(rows, cols, depth)) if key else None

@@ -6,8 +6,8 @@
 
 bfloat16, float16 or float32 in, float32 sums; 2*M*K*N FLOPs each. Any sizes: M, K and N need be
 multiples of nothing (of 8, for full speed: copies of 16 bytes). Group sizes are read on the device:
-a few fused XLA operations make a list of tiles (`hopper._row_tiles`) or of groups
-(`hopper._by_size`), and each program of the grid looks its own entry up.
+a few fused XLA operations make a list of tiles or of groups (`work.py`), and each program of the
+grid looks its own entry up.
 
 Grid: one program (thread block) for each tile of the result that any group sizes could need; those
 past the list's end return at once. A program loads blocks of both operands, up to `stages` - 1 of
@@ -38,7 +38,7 @@ from jax import lax
 from jax.interpreters import partial_eval
 
 from pallas_kernels.deviceless import Gpu
-from pallas_kernels.grouped_gemm.hopper import _by_size, _row_tiles
+from pallas_kernels.grouped_gemm.work import by_size, row_tiles
 
 # What a plain CUDA 12 assembler and driver take; Triton would write for the newest that it knows.
 _PTX_VERSION, _BLACKWELL_PTX_VERSION = 80, 88
@@ -213,7 +213,7 @@ def product(x_MD, w, group_sizes_G, transposed: bool, gpu: Gpu | None, cut: Cut 
     """Returns y[m] = x[m] @ w[g], or x[m] @ w[g]^T where transposed; zeros past the sum."""
     (M, D), C = x_MD.shape, w.shape[1 if transposed else 2]
     cut = cut or choose(x_MD.dtype, gpu, C)
-    counts_2, tiles_3T = _row_tiles(group_sizes_G, M, cut.rows)
+    counts_2, tiles_3T = row_tiles(group_sizes_G, M, cut.rows)
     most = tiles_3T.shape[1]
     return _call(
         _product_kernel,
@@ -233,7 +233,7 @@ def weight_gradient(
     """
     (M, K), N, G = x_MK.shape, dy_MN.shape[1], group_sizes_G.shape[0]
     cut = cut or choose(x_MK.dtype, gpu, N)
-    _, groups_3G = _by_size(group_sizes_G, M)
+    _, groups_3G = by_size(group_sizes_G, M)
     return _call(
         _weight_kernel,
         (groups_3G, x_MK, dy_MN),

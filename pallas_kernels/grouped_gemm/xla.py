@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.grouped_gemm.tiles import bounds
+from pallas_kernels.grouped_gemm.work import bounds
 
 _MAIN_ROWS = 768  # the size of all blocks of a group but the last
 _MOST_ROWS = 1280  # the largest last block, and the ladder's end

@@ -42,6 +42,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.deviceless import GPUS, Gpu
 from pallas_kernels.grouped_gemm import blackwell as gemm
 from pallas_kernels.grouped_gemm.blackwell_loop import (
     ALIGN,
@@ -62,9 +63,10 @@ from pallas_kernels.grouped_gemm.blackwell_loop import (
     tile_rows,
     varying_as,
 )
-from pallas_kernels.grouped_gemm.tiles import Tiles
+from pallas_kernels.grouped_gemm.tiles import Tiles, choose
 from pallas_kernels.swiglu.reference import activate, slopes
 
+OLDEST_JAX = gemm.OLDEST_JAX
 _PIECE = 32  # columns of h that the gradient's epilogue holds at once, and asks for ahead
 _RING_BYTES = 168 * 1024  # what the gradient's ring may fill
 
@@ -289,36 +291,55 @@ def _of_rows(sums, work, counts, num_rows: int, rows: int):
     return jnp.where(m_M < counts[1], sum_M, 0.0)
 
 
-def grouped_mlp(x_MD, w_in_GDF2, w_out_GFD, weights_M, group_sizes_G, tiles: Tiles = gemm.DEFAULT):
+def grouped_mlp(
+    x_MD,
+    w_in_GDF2,
+    w_out_GFD,
+    weights_M,
+    group_sizes_G,
+    gpu: Gpu = GPUS["b200"],
+    tiles: Tiles | None = None,
+):
     """See the package. For arguments that `refusal` has nothing against.
 
+    `gpu` chooses tiles and cores; `tiles` replaces that choice.
     Raises ValueError for tiles that the kernels have no form for.
     """
     if 0 in (*x_MD.shape, *w_out_GFD.shape):
         return lax.full_like(x_MD, 0)
-    return _grouped_mlp(x_MD, w_in_GDF2, w_out_GFD, weights_M, group_sizes_G, tiles)
+    return _grouped_mlp(x_MD, w_in_GDF2, w_out_GFD, weights_M, group_sizes_G, gpu, tiles)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _grouped_mlp(x_MD, w_in_GDF2, w_out_GFD, weights_M, group_sizes_G, tiles):
-    return _forward(x_MD, w_in_GDF2, w_out_GFD, weights_M, group_sizes_G, tiles)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _grouped_mlp(x_MD, w_in_GDF2, w_out_GFD, weights_M, group_sizes_G, gpu, tiles):
+    return _forward(x_MD, w_in_GDF2, w_out_GFD, weights_M, group_sizes_G, gpu, tiles)[0]
 
 
-def _forward(x_MD, w_in_GDF2, w_out_GFD, weights_M, group_sizes_G, tiles):
-    h_M2F, a_MF = activations(x_MD, w_in_GDF2, weights_M, group_sizes_G, tiles)
-    y_MD = gemm.product(a_MF, w_out_GFD, group_sizes_G, False, tiles)[: x_MD.shape[0]]
+def _forward(x_MD, w_in_GDF2, w_out_GFD, weights_M, group_sizes_G, gpu, tiles):
+    (M, D), F2 = x_MD.shape, w_in_GDF2.shape[2]
+    own = tiles or choose("mlp_forward", gpu, M, F2)
+    h_M2F, a_MF = activations(x_MD, w_in_GDF2, weights_M, group_sizes_G, own)
+    own = tiles or choose("forward", gpu, M, D)
+    y_MD = gemm.product(a_MF, w_out_GFD, group_sizes_G, False, own)[:M]
     return y_MD, (x_MD, w_in_GDF2, w_out_GFD, weights_M, group_sizes_G, h_M2F)
 
 
-def _backward(tiles, saved, dy_MD):
+def _backward(gpu, tiles, saved, dy_MD):
     x_MD, w_in_GDF2, w_out_GFD, weights_M, group_sizes_G, h_M2F = saved
     (M, D), (G, F, _) = x_MD.shape, w_out_GFD.shape
-    dh_M2F, a_MF, dweights_M = slopes_of(dy_MD, w_out_GFD, weights_M, h_M2F, group_sizes_G, tiles)
+
+    def own(op, rows, cols):
+        return tiles or choose(op, gpu, rows, cols)
+
+    dh_M2F, a_MF, dweights_M = slopes_of(
+        dy_MD, w_out_GFD, weights_M, h_M2F, group_sizes_G, own("mlp_gradient", M, F)
+    )
     dh_MF2 = dh_M2F.reshape(dh_M2F.shape[0], -1)
     w_in = padded(w_in_GDF2.reshape(G, D, 2, F), (1, 1, 1, LINE)).reshape(G, D, -1)
-    dw_out = gemm.weight_gradient(a_MF, dy_MD, group_sizes_G, tiles=tiles)[:, :F]
-    dx_MD = gemm.product(dh_MF2, w_in, group_sizes_G, True, tiles)[:M]
-    dw_in = gemm.weight_gradient(x_MD, dh_MF2, group_sizes_G, tiles=tiles)
+    weight = own("weight", F, D), own("weight", D, 2 * F)
+    dw_out = gemm.weight_gradient(a_MF, dy_MD, group_sizes_G, tiles=weight[0])[:, :F]
+    dx_MD = gemm.product(dh_MF2, w_in, group_sizes_G, True, own("input", M, D))[:M]
+    dw_in = gemm.weight_gradient(x_MD, dh_MF2, group_sizes_G, tiles=weight[1])
     dw_in = dw_in.reshape(G, D, 2, -1)[..., :F].reshape(G, D, 2 * F)
     return dx_MD, dw_in, dw_out, dweights_M, None
 

@@ -268,7 +268,9 @@ def test_each_gpu_gets_the_kernels_of_its_generation(monkeypatch):
     assert blackwell is None and "runs on Hopper" in hopper
     assert "bfloat16" in refusals("h200", x.astype(jnp.float32))[0]
     monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
-    assert "needs JAX 0.12" in refusals("h100", x)[0]
+    assert refusals("h100", x)[0] is None and "needs JAX 0.12" in refusals("gb300", x)[1]
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 1))
+    assert "needs JAX 0.11.2" in refusals("h100", x)[0]
     with pytest.raises(ValueError, match="impl='hopper' cannot serve.*runs on Hopper GPUs"):
         monkeypatch.setattr(package, "target_gpu", lambda: None)
         grouped_gemm(x, w, jnp.array([4, 4], jnp.int32), impl="hopper")

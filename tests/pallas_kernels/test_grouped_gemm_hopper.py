@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.grouped_gemm import hopper, reference
+from pallas_kernels.grouped_gemm import hopper, reference, work
 from pallas_kernels.grouped_gemm.tiles import Tiles, choose
 from tests.oracle import max_relative_error
 
@@ -148,7 +148,7 @@ def test_the_snake_visits_every_tile_once(count):
 
 def test_work_lists():
     sizes = jnp.array([5, 0, 130, 128, 300], jnp.int32)  # the last two are clipped to 265 rows
-    counts, tiles = hopper._row_tiles(sizes, 265, 128)
+    counts, tiles = work.row_tiles(sizes, 265, 128)
     assert counts.tolist() == [5, 0]
     assert tiles[:, :5].T.tolist() == [
         [0, 0, 5],
@@ -157,7 +157,7 @@ def test_work_lists():
         [3, 135, 263],
         [4, 263, 265],
     ]
-    live, groups = hopper._by_size(sizes, 265)
+    live, groups = work.by_size(sizes, 265)
     assert live.tolist() == [4]
     assert groups[0].tolist() == [2, 3, 0, 4, 1]
 

@@ -72,7 +72,7 @@ def _run(mlp, x, w_in, w_out, weights, sizes, dy):
 
 
 def _ours(*args):
-    return blackwell.grouped_mlp(*args, TILES)
+    return blackwell.grouped_mlp(*args, tiles=TILES)
 
 
 def _wanted(*operands):
