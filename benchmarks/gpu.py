@@ -6,7 +6,8 @@
 Grouped GEMM (forward, input gradient, weight gradient) at the expert shapes of five models, 32768
 rows for 8 experts, balanced and Zipf-skewed, as a share of one dense bfloat16 product of the same
 FLOPs; `jax.lax.ragged_dot`, and tokamax and torch._grouped_mm where they can be imported, beside
-it. Permutation as a share of a device copy's bandwidth. Needs jax and numpy alone.
+it. The grouped MLP over its parts. Permutation and router as a share of a device copy's bandwidth.
+Needs jax and numpy alone.
 
 A time is the best of five bursts of calls, each waited for once. Errors are max|difference| /
 max|reference| against float32 products of the same bfloat16 operands, group by group.
@@ -39,8 +40,16 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
-from pallas_kernels import grouped_gemm, permute, sort_slots, unpermute  # noqa: E402
-from pallas_kernels.inspect import GROUPS, ROWS, SHAPES  # noqa: E402
+from pallas_kernels import (  # noqa: E402
+    grouped_gemm,
+    grouped_mlp,
+    permute,
+    route,
+    sort_slots,
+    unpermute,
+)
+from pallas_kernels.grouped_mlp import parts  # noqa: E402
+from pallas_kernels.inspect import GROUPS, ROUTERS, ROWS, SHAPES  # noqa: E402
 from pallas_kernels.tune import (  # noqa: E402
     TOLERANCE,
     error,
@@ -115,6 +124,37 @@ def bench_gemm(name: str, rows: int, groups: int, K: int, N: int) -> bool:
     return right
 
 
+def bench_mlp(name: str, rows: int, groups: int, dim: int, ffn: int) -> bool:
+    """Prints the grouped MLP, forward and all gradients, over its parts one after the other."""
+    x, w_in, dy = operands(rows, dim, 2 * ffn, groups)
+    _, w_out, _ = operands(rows, ffn, dim, groups)
+    w_in, w_out, dy = w_in * dim**-0.5, w_out * ffn**-0.5, dy[:, :1] * jnp.ones_like(x)
+    weights = jax.random.uniform(jax.random.key(1), (rows,))
+    sizes_G = jnp.asarray(zipf_sizes(rows, groups))
+
+    def both_ways(mlp):
+        def run(x, w_in, w_out, weights, sizes, dy):
+            y, pull = jax.vjp(lambda *args: mlp(*args, sizes), x, w_in, w_out, weights)
+            return y, *pull(dy)
+
+        return jax.jit(run)
+
+    apart = partial(parts.grouped_mlp, impl=None)
+    args = (x, w_in, w_out, weights, sizes_G, dy)
+    ours, theirs = both_ways(grouped_mlp), both_ways(apart)
+    found = max(
+        error(a, b.astype(jnp.float32)) for a, b in zip(ours(*args), theirs(*args), strict=True)
+    )
+    took, took_apart, flops = seconds(ours, *args), seconds(theirs, *args), 18 * rows * dim * ffn
+    wrong = "" if found <= 4 * TOLERANCE else "  WRONG"
+    print(
+        f"{name:14}{dim:6}{ffn:6} {'mlp, both ways':16}{'zipf':9}{'':7} {flops / took / 1e12:7.1f}"
+        f"  parts {took_apart / took:.2f}x  error {found:.0e}{wrong}",
+        flush=True,
+    )
+    return not wrong
+
+
 def bench_moves(name: str, rows: int, dim: int, top_k: int = 8) -> bool:
     """Prints the rows of the permutation at one model's width."""
     tokens, experts = rows // top_k, 64
@@ -141,6 +181,26 @@ def bench_moves(name: str, rows: int, dim: int, top_k: int = 8) -> bool:
     return right
 
 
+def bench_routes(name: str, tokens: int) -> bool:
+    """Prints the rows of the router at one model's numbers of experts."""
+    right, (experts, options) = True, ROUTERS[name]
+    for num_experts in experts:
+        logits = jax.random.normal(jax.random.key(0), (tokens, num_experts))
+        found = (run := jax.jit(partial(route, options=options)))(logits)
+        wanted = jax.jit(partial(route, options=options, impl="reference"))(logits)
+        # Scores a rounding apart may change places.
+        same = float((found.experts_TK == wanted.experts_TK).mean())
+        right &= same > 0.999 and int(found.load_E.sum()) == found.experts_TK.size
+        copy = 2 * logits.nbytes / seconds(jax.jit(lambda a: a + 1), logits)
+        rate = (logits.nbytes + 8 * found.experts_TK.size) / seconds(run, logits)
+        print(
+            f"{name:14}{num_experts:6}{options.top_k:6} {'router':16}{'':9}{copy / 1e9:7.0f}"
+            f" {rate / 1e9:7.0f} {rate / copy:5.2f}{'' if right else '  WRONG'}",
+            flush=True,
+        )
+    return right
+
+
 def main(arguments: list[str]) -> int:
     """Returns 1 where a result was wrong."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -156,7 +216,9 @@ def main(arguments: list[str]) -> int:
         dim, ffn = dim // scale, ffn // scale
         right &= bench_gemm(name, rows, groups, dim, 2 * ffn)
         right &= bench_gemm(name, rows, groups, ffn, dim)
+        right &= bench_mlp(name, rows, groups, dim, ffn)
         right &= bench_moves(name, rows, dim)
+        right &= bench_routes(name, rows)
     return int(not right)
 
 

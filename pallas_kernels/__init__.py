@@ -1,4 +1,4 @@
-"""Kernels: grouped GEMM and MLP, permutation, attention, cross-entropy, ..; tensors, not models.
+"""Kernels: grouped GEMM and MLP, router, permutation, attention, ..; tensors, not models.
 
 One folder an operation, one public function each, `reference.py` in it the definition. `impl=None`
 picks the best implementation that serves; a name runs that one, or raises and says why not.
@@ -10,16 +10,20 @@ from pallas_kernels.grouped_gemm import grouped_gemm, overflow_rows
 from pallas_kernels.grouped_mlp import grouped_mlp
 from pallas_kernels.linear import linear
 from pallas_kernels.permute import permute, sort_slots, unpermute
+from pallas_kernels.router import RouterOptions, log_scores, route
 from pallas_kernels.swiglu import swiglu
 
 __all__ = [
+    "RouterOptions",
     "attention",
     "grouped_gemm",
     "grouped_mlp",
     "linear",
+    "log_scores",
     "logit_stats",
     "overflow_rows",
     "permute",
+    "route",
     "sort_slots",
     "swiglu",
     "unpermute",

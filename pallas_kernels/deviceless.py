@@ -82,12 +82,13 @@ def target_gpu() -> Gpu | None:
     return dataclasses.replace(GPUS[name], cores=device.cores or GPUS[name].cores)
 
 
-def refusal_for(generation: str, oldest_jax: tuple[int, ...]) -> str | None:
-    """Returns why kernels of a generation in `GENERATIONS` do not serve the program being traced:
-    it is for another device, or this JAX is older than they are. None: they may."""
+def refusal_for(*generations: str, oldest_jax: tuple[int, ...]) -> str | None:
+    """Returns why kernels of these `GENERATIONS` do not serve the program being traced: it is for
+    another device, or this JAX is older than they are. None: they may."""
     gpu = target_gpu()
-    if gpu is None or gpu.capability[0] != GENERATIONS[generation]:
-        return f"it runs on {generation.title()} GPUs, and this program is for {target().kind}"
+    if gpu is None or gpu.capability[0] not in (GENERATIONS[name] for name in generations):
+        names = " and ".join(name.title() for name in generations)
+        return f"it runs on {names} GPUs, and this program is for {target().kind}"
     return too_old(oldest_jax)
 
 

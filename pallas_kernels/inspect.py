@@ -28,7 +28,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from pallas_kernels import deviceless, grouped_gemm, permute, unpermute
+from pallas_kernels import (
+    RouterOptions,
+    deviceless,
+    grouped_gemm,
+    grouped_mlp,
+    permute,
+    route,
+    unpermute,
+)
 
 ROWS, GROUPS = 32768, 8  # 4096 rows an expert, eight experts a device
 
@@ -46,6 +54,17 @@ SHAPES = {
     "qwen3-30b": Expert(2048, 768),
     "gpt-oss": Expert(2880, 2880),
     "mixtral-8x7b": Expert(4096, 14336),
+}
+_GROUPS_OF_32 = RouterOptions(
+    8, score="sigmoid", scale=2.5, num_groups=8, topk_groups=4, num_group_score=2
+)
+# Numbers of experts (gpt-oss: 20b and 120b), and how a token's are chosen.
+ROUTERS = {
+    "deepseek-v3": ((256,), _GROUPS_OF_32),
+    "qwen3-235b": ((128,), RouterOptions(8)),
+    "qwen3-30b": ((128,), RouterOptions(8)),
+    "gpt-oss": ((32, 128), RouterOptions(4)),
+    "mixtral-8x7b": ((8,), RouterOptions(2)),
 }
 # Dense bfloat16 FLOP/s with float32 sums (data sheets, without sparsity).
 PEAK = {"a100": 312e12, "l40s": 362e12, "h100": 989e12, "h200": 989e12}
@@ -111,6 +130,30 @@ def _projection(name: str, K: int, N: int) -> Program:
     return gemm(f"{name} {K}x{N}", ROWS, K, N, GROUPS)
 
 
+def _mlp(name: str, dim: int, ffn: int) -> Program:
+    """The two kernels of the grouped MLP that are not grouped GEMMs."""
+
+    def both_ways(x_MD, w_in_GDF2, w_out_GFD, weights_M, sizes_G, dy_MD):
+        run = lambda weights_M: grouped_mlp(x_MD, w_in_GDF2, w_out_GFD, weights_M, sizes_G)  # noqa: E731
+        return jax.vjp(run, weights_M)[1](dy_MD)  # y and the other gradients are not asked for
+
+    M, G = ROWS, GROUPS
+    arguments = (
+        _rows(M, dim),
+        _rows(G, dim, 2 * ffn),
+        _rows(G, ffn, dim),
+        _rows(M, dtype=jnp.float32),
+        _rows(G, dtype=jnp.int32),
+        _rows(M, dim),
+    )
+    flops, matrix = 2 * M * dim * ffn, G * dim * ffn
+    floors = {
+        "grouped_mlp_forward": Floor(2 * flops, 2 * (M * (dim + 3 * ffn) + 2 * matrix)),
+        "grouped_mlp_gradient": Floor(flops, 2 * (M * (dim + 5 * ffn) + matrix)),
+    }
+    return Program(f"{name} {dim}-{ffn}", both_ways, arguments, floors)
+
+
 def _moves(name: str, dim: int, top_k: int = 8) -> Program:
     """Permutation there and back, weighted, and its gradients."""
     tokens = ROWS // top_k
@@ -138,13 +181,31 @@ def _moves(name: str, dim: int, top_k: int = 8) -> Program:
     return Program(f"{name} D={dim}", both_ways, arguments, floors)
 
 
+def _routes(name: str, num_experts: int, options: RouterOptions) -> Program:
+    """The router; with a bias where its scores are sigmoids. Backward is XLA's."""
+    biased = options.score == "sigmoid"
+
+    def forward(logits_TE, bias_E, valid_T):
+        return route(logits_TE, options, bias_E=bias_E if biased else None, valid_T=valid_T)
+
+    arguments = (
+        _rows(ROWS, num_experts, dtype=jnp.float32),
+        _rows(num_experts, dtype=jnp.float32),
+        _rows(ROWS, dtype=jnp.bool_),
+    )
+    floor = Floor(0, 4 * ROWS * (num_experts + 2 * options.top_k))
+    return Program(f"{name} E={num_experts}", forward, arguments, {"router": floor})
+
+
 def programs(shape: str = "") -> list[Program]:
     """Returns every program of one model's shape, or of all."""
     found = []
     for name, (dim, ffn) in SHAPES.items():
         if shape in ("", name):
             found += [_projection(name, dim, 2 * ffn), _projection(name, ffn, dim)]
-            found.append(_moves(name, dim))
+            found += [_mlp(name, dim, ffn), _moves(name, dim)]
+            experts, options = ROUTERS[name]
+            found += [_routes(name, E, options) for E in experts]
     return found
 
 

@@ -76,7 +76,7 @@ def test_arrays_have_the_dims_of_the_table(monkeypatch):
     watch(monkeypatch, Transformer, "embed", held, "_ tokens_bL x_tD")
     watch(monkeypatch, gqa, "attention", held, "q_blnH k_blgH")
     watch(monkeypatch, moe, "route", held, "logits_tE")
-    watch(monkeypatch, experts, "swiglu", held, "_ weights_s h_sf")
+    watch(monkeypatch, experts, "grouped_mlp", held, "_ _ w_out_efD weights_s")
     watch(monkeypatch, experts.Experts, "__call__", held, "_ x_sD _ sizes_e y_sD")
     watch(monkeypatch, moe.MoE, "__call__", held, "_ _ _ y_tD")
     watch(monkeypatch, loss, "logit_stats", held, "x_TD w_Dv _ lse_T logit_T")
@@ -96,7 +96,7 @@ def test_arrays_have_the_dims_of_the_table(monkeypatch):
         "x_sD": {(s, D)},
         "sizes_e": {(E // ep,)},
         "weights_s": {(s,)},
-        "h_sf": {(s, cfg.moe.ffn_dim // etp)},
+        "w_out_efD": {(E // ep, cfg.moe.ffn_dim // etp, D)},
         "y_sD": {(s, D)},
         "y_tD": {(t, D)},
         "x_TD": {(T, D)},

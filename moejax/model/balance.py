@@ -25,20 +25,22 @@ def counts_tE(experts_tK: Int[Array, "t K"], num_experts: int, dtype) -> Float[A
     return jax.nn.one_hot(experts_tK, num_experts, dtype=dtype).sum(axis=1)
 
 
-def batch_loss(chosen_tE, probs_tE, stream: Stream, top_k: int, fold: Fold) -> Float[Array, ""]:
+def batch_loss(routing, probs_tE, stream: Stream, fold: Fold) -> Float[Array, ""]:
     """Returns this device's share of the microbatch aux loss, divided by the microbatches."""
-    counts = stream.counts
+    counts, top_k = stream.counts, routing.experts_tK.shape[-1]
     tokens = jnp.maximum(counts.micro_tokens, 1.0).astype(probs_tE.dtype)
-    load_E = collectives.psum(chosen_tE.sum(axis=0), fold.tokens) / (tokens * top_k)
+    load_E = collectives.psum(routing.load_E.astype(probs_tE.dtype), fold.tokens)
+    load_E = load_E / (tokens * top_k)
     shares_E = probs_tE.sum(axis=0) / tokens
     num_experts = probs_tE.shape[-1]
     return num_experts * (load_E * shares_E).sum() / counts.microbatches.astype(probs_tE.dtype)
 
 
-def sequence_loss(chosen_tE, probs_tE, stream: Stream, top_k: int, fold: Fold) -> Float[Array, ""]:
+def sequence_loss(routing, probs_tE, stream: Stream, fold: Fold) -> Float[Array, ""]:
     """Returns this device's share of the mean, over the step's documents, of their aux losses."""
     num_documents = stream.segment_ids_bL.size
-    num_experts = probs_tE.shape[-1]
+    num_experts, top_k = probs_tE.shape[-1], routing.experts_tK.shape[-1]
+    chosen_tE = counts_tE(routing.experts_tK, num_experts, probs_tE.dtype)
 
     def per_document(x_tE):
         return jax.ops.segment_sum(x_tE, stream.document_t, num_segments=num_documents)
@@ -58,19 +60,16 @@ def losses(
 
     "load_E" counts the slots of this device's tokens that chose each expert.
     """
-    num_experts, top_k = routing.probs_tE.shape[-1], routing.experts_tK.shape[-1]
     dtype = routing.probs_tE.dtype
-    chosen_tE = counts_tE(routing.experts_tK, num_experts, dtype)
     probs_tE = jnp.where(stream.valid_t[:, None], routing.probs_tE, 0.0)
     by_name = {"batch": batch_loss, "sequence": sequence_loss}
     aux = jnp.zeros((), dtype)
     if cfg.aux_loss != "none":
-        aux = by_name[cfg.aux_loss](chosen_tE, probs_tE, stream, top_k, fold)
+        aux = by_name[cfg.aux_loss](routing, probs_tE, stream, fold)
     logsumexp_t = jax.nn.logsumexp(routing.logits_tE, axis=-1)
     z = jnp.where(stream.valid_t, logsumexp_t**2, 0.0).sum()
     z = z / jnp.maximum(stream.counts.tokens, 1.0).astype(dtype)
-    load_E = chosen_tE.sum(axis=0, dtype=jnp.float32)
-    return {"aux_loss": aux, "z_loss": z, "load_E": load_E}
+    return {"aux_loss": aux, "z_loss": z, "load_E": routing.load_E.astype(jnp.float32)}
 
 
 def update_bias(

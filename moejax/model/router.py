@@ -6,15 +6,17 @@
 
 Renormalisation happens in log space, so that tiny scores survive: a softmax over the chosen
 logits, or over the chosen log-sigmoids. With a softmax score it equals "top-k, then softmax".
-Ties go to the lowest expert index.
+Ties go to the lowest expert index. The choice is one kernel: `pallas_kernels/router`.
 """
 
 import dataclasses
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+
+import pallas_kernels
+from pallas_kernels import RouterOptions, log_scores
 
 SCORES = ("softmax", "sigmoid")
 AUX_LOSSES = ("none", "batch", "sequence")
@@ -62,13 +64,8 @@ class Routing(NamedTuple):
     logits_tE: Float[Array, "t E"]
     probs_tE: Float[Array, "t E"]
     """Scores normalised over all experts: what "P" is in the load-balancing loss."""
-
-
-def log_scores(logits_tE: Float[Array, "t E"], score: str) -> Float[Array, "t E"]:
-    """Returns the logarithm of the (unnormalised, for sigmoid) scores."""
-    if score == "softmax":
-        return jax.nn.log_softmax(logits_tE, axis=-1)
-    return jax.nn.log_sigmoid(logits_tE)
+    load_E: Int[Array, " E"]
+    """Slots that chose each expert; padding counts nowhere."""
 
 
 @jax.named_scope("route")
@@ -80,15 +77,9 @@ def route(
     top_k: int,
 ) -> Routing:
     """Returns the Routing of each token. Padding (not valid) reaches no expert and no loss."""
-    log_tE = log_scores(logits_tE, cfg.score)
-    choice_tE = jax.lax.stop_gradient(log_tE if bias_E is None else jnp.exp(log_tE) + bias_E[None])
-    _, experts_tK = jax.lax.top_k(choice_tE, top_k)
-    chosen_tK = jnp.take_along_axis(log_tE, experts_tK, axis=-1)
-    weights_tK = jax.nn.softmax(chosen_tK, axis=-1) if cfg.renormalize else jnp.exp(chosen_tK)
-    num_experts = logits_tE.shape[-1]
-    return Routing(
-        jnp.where(valid_t[:, None], experts_tK, num_experts).astype(jnp.int32),
-        jnp.where(valid_t[:, None], weights_tK * cfg.scale, 0.0),
-        logits_tE,
-        jax.nn.softmax(log_tE, axis=-1),
-    )
+    options = RouterOptions(top_k, cfg.score, cfg.renormalize, cfg.scale)
+    routes = pallas_kernels.route(logits_tE, options, bias_E=bias_E, valid_T=valid_t)
+    # XLA joins these with the sums over tokens that the losses take of them.
+    probs_tE = jax.nn.softmax(log_scores(logits_tE, cfg.score), axis=-1)
+    weights_tK = routes.weights_TK.astype(logits_tE.dtype)
+    return Routing(routes.experts_TK, weights_tK, logits_tE, probs_tE, routes.load_E)

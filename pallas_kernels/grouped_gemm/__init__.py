@@ -8,6 +8,7 @@ implementation.
 """
 
 from importlib.util import find_spec
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -55,21 +56,21 @@ def _choices(x_MK, w_GKN) -> list[Choice]:
 
 
 def _gpu_choices(x_MK, w_GKN) -> list[Choice]:
+    gpu: Any = target_gpu()  # None only where these are refused
+
     def on_hopper(x_MK, w_GKN, group_sizes_G):
-        return hopper.grouped_gemm(x_MK, w_GKN, group_sizes_G, target_gpu())
+        return hopper.grouped_gemm(x_MK, w_GKN, group_sizes_G, gpu)
 
     def on_blackwell(x_MK, w_GKN, group_sizes_G):
         (M, K), (G, _, N) = x_MK.shape, w_GKN.shape
-        tiles = choose_all(target_gpu(), M, K, N, G)
+        tiles = choose_all(gpu, M, K, N, G)
         return blackwell.grouped_gemm(x_MK, w_GKN, group_sizes_G, tiles)
 
-    return [
-        Choice(name, run, refusal_for(name, module.OLDEST_JAX) or module.refusal(x_MK, w_GKN))
-        for name, run, module in (
-            ("hopper", on_hopper, hopper),
-            ("blackwell", on_blackwell, blackwell),
-        )
-    ]
+    choices, kernels = [], (("hopper", on_hopper, hopper), ("blackwell", on_blackwell, blackwell))
+    for name, run, module in kernels:
+        why = refusal_for(name, oldest_jax=module.OLDEST_JAX) or module.refusal(x_MK, w_GKN)
+        choices.append(Choice(name, run, why))
+    return choices
 
 
 def _triton_choice(x_MK, w_GKN) -> Choice:

@@ -8,11 +8,12 @@ again. Kernels for GPUs do the elementwise work while a tile is still on the chi
 parts of this package are put together.
 """
 
+from typing import Any
+
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.deviceless import refusal_for, target_gpu
 from pallas_kernels.grouped_mlp import blackwell, hopper, parts, reference
-from pallas_kernels.pick import Choice
 
 
 def grouped_mlp(
@@ -35,21 +36,15 @@ def grouped_mlp(
     Raises ValueError for shapes that do not fit, and as `grouped_gemm` does.
     """
     _check(x_MD, w_in_GDF2, w_out_GFD, weights_M)
-    fused = [
-        Choice(
-            name,
-            module.grouped_mlp,
-            refusal_for(name, module.OLDEST_JAX) or module.refusal(x_MD, w_in_GDF2, w_out_GFD),
-        )
-        for name, module in (("hopper", hopper), ("blackwell", blackwell))
-    ]
     args = (x_MD, w_in_GDF2, w_out_GFD, weights_M, group_sizes_G)
-    for choice in fused:
-        if impl in (None, choice.name) and choice.refusal is None:
-            return choice.function(*args, target_gpu())
+    gpu: Any = target_gpu()  # None only where the kernels are refused
+    for name, module in (("hopper", hopper), ("blackwell", blackwell)):
+        why = refusal_for(name, oldest_jax=module.OLDEST_JAX) or module.refusal(*args[:3])
+        if impl in (None, name) and why is None:
+            return module.grouped_mlp(*args, gpu)
     if impl == "reference":
         return reference.grouped_mlp(*args)
-    return parts.grouped_mlp(*args, impl=impl)  # whose grouped GEMM chooses, or says why not
+    return parts.grouped_mlp(*args, impl=impl)  # its grouped GEMM chooses, or says why it cannot
 
 
 def _check(x_MD, w_in_GDF2, w_out_GFD, weights_M) -> None:

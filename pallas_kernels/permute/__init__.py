@@ -5,16 +5,17 @@
     y_TD = unpermute(y_SD, slots_TK, tokens_S)
 
 `tokens_S` (the token of each sorted row) and `slots_TK` (the sorted row of each slot) are each
-other's inverse, so the gradient of either move is the other: a gather, never a scatter-add.
+other's inverse, so the gradient of either move is the other: a gather, never a scatter-add. Rows of
+no token (-1) are zeros: those behind the last group, and those that fill groups up to a multiple.
 """
 
 from functools import partial
 
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.deviceless import target_gpu
+from pallas_kernels.deviceless import refusal_for, target_gpu
 from pallas_kernels.permute import mosaic, reference, xla
-from pallas_kernels.pick import Choice, pick, target
+from pallas_kernels.pick import Choice, pick
 
 
 def permute(
@@ -58,25 +59,36 @@ def unpermute(
 
 
 def sort_slots(
-    experts_TK: Int[Array, "T K"], num_experts: int, *, impl: str | None = None
+    experts_TK: Int[Array, "T K"],
+    num_experts: int,
+    *,
+    row_multiple: int = 1,
+    impl: str | None = None,
 ) -> tuple[Int[Array, " S"], Int[Array, "T K"], Int[Array, " E"]]:
-    """Returns (tokens_S, slots_TK, group_sizes_E) of the S = T*K slots, sorted stably by expert.
+    """Returns (tokens_S, slots_TK, group_sizes_E) of the slots, sorted stably by expert.
 
-    A slot of expert `num_experts` (padding, or an expert elsewhere) is sorted last: its row has
-    token -1, its slot is -1, and no group counts it.
+    A slot of expert `num_experts` (padding, or an expert elsewhere) has no row: its slot is -1, and
+    no group counts it. Every group is filled up with rows of no token (-1, so permute makes them
+    zeros) to a multiple of `row_multiple`, as block-scaled number formats need; an empty group
+    stays empty. group_sizes counts those rows. Rows of no token follow the last group, up to
+    S = `num_rows(T * K, num_experts, row_multiple)` (`reference.py`); T*K for a multiple of 1.
+
+    Raises ValueError for a row_multiple below 1.
     """
+    if row_multiple < 1:
+        raise ValueError(f"row_multiple={row_multiple} is not at least 1")
     choices = [Choice("xla", xla.sort_slots), Choice("reference", reference.sort_slots)]
-    return pick("sort_slots", impl, choices)(experts_TK, num_experts)
+    return pick("sort_slots", impl, choices)(experts_TK, num_experts, row_multiple)
 
 
 def _mosaic(function, rows, tokens_S, slots_TK) -> Choice:
-    gpu, most = target_gpu(), max(rows.shape[0], tokens_S.size, slots_TK.size)
-    if gpu is None or gpu.capability < (9, 0):
-        why = f"it runs on Hopper and Blackwell GPUs, and this program is for {target().kind}"
-        return Choice("mosaic", function, why)
-    K = slots_TK.shape[1]
-    why = mosaic.refusal(rows.dtype, rows.shape[1], num_rows=most, num_experts_per_token=K)
-    return Choice("mosaic", partial(function, num_sms=gpu.cores), why)
+    most, K = max(rows.shape[0], tokens_S.size, slots_TK.size), slots_TK.shape[1]
+    why = refusal_for("hopper", "blackwell", oldest_jax=(0, 11, 2))
+    why = why or mosaic.refusal(
+        rows.dtype, rows.shape[1], num_rows=most, num_experts_per_token=K
+    )
+    gpu = target_gpu()
+    return Choice("mosaic", partial(function, num_sms=gpu.cores if gpu else 0), why)
 
 
 __all__ = ["permute", "sort_slots", "unpermute"]

@@ -26,16 +26,31 @@ def unpermute(
     return rows_TKD.sum(axis=1).astype(y_SD.dtype)
 
 
+def num_rows(num_slots: int, num_experts: int, row_multiple: int) -> int:
+    """Returns the rows that the slots need at most: every group that is not empty, there are
+    `num_slots` of them at most, may be short of a multiple by row_multiple - 1.
+
+    >>> num_rows(16, 4, 1), num_rows(16, 4, 8), num_rows(2, 4, 8)
+    (16, 40, 16)
+    """
+    most = num_slots + min(num_slots, num_experts) * (row_multiple - 1)
+    return most // row_multiple * row_multiple
+
+
 def sort_slots(
-    experts_TK: Int[Array, "T K"], num_experts: int
+    experts_TK: Int[Array, "T K"], num_experts: int, row_multiple: int
 ) -> tuple[Int[Array, " S"], Int[Array, "T K"], Int[Array, " E"]]:
     """Returns (tokens_S, slots_TK, group_sizes_E) of a stable sort of the slots by expert."""
-    flat_S = experts_TK.reshape(-1)
-    order_S = jnp.argsort(flat_S, stable=True).astype(jnp.int32)
-    here_S = flat_S[order_S] < num_experts
-    tokens_S = jnp.where(here_S, order_S // experts_TK.shape[1], -1)
-    place_TK = jnp.argsort(order_S).astype(jnp.int32).reshape(experts_TK.shape)
-    slots_TK = jnp.where(experts_TK < num_experts, place_TK, -1)
+    (T, K), flat = experts_TK.shape, experts_TK.reshape(-1)
     ids_1E = jnp.arange(num_experts, dtype=jnp.int32)[None]
-    sizes_E = (flat_S[:, None] == ids_1E).sum(axis=0, dtype=jnp.int32)
-    return tokens_S, slots_TK, sizes_E
+    mine = flat[:, None] == ids_1E
+    sizes_E = mine.sum(axis=0, dtype=jnp.int32)
+    sizes_E = (sizes_E + row_multiple - 1) // row_multiple * row_multiple
+    starts_E = jnp.cumsum(sizes_E, dtype=jnp.int32) - sizes_E
+    earlier = jnp.cumsum(mine, axis=0, dtype=jnp.int32) - 1  # slots of the same expert before
+    rows = jnp.where(mine, starts_E[None] + earlier, 0).sum(axis=1, dtype=jnp.int32)
+    S = num_rows(T * K, num_experts, row_multiple)
+    tokens = jnp.arange(T * K, dtype=jnp.int32) // K
+    here = flat < num_experts
+    tokens_S = jnp.full(S, -1, jnp.int32).at[jnp.where(here, rows, S)].set(tokens, mode="drop")
+    return tokens_S, jnp.where(here, rows, -1).reshape(T, K), sizes_E

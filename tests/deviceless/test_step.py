@@ -16,6 +16,7 @@ KERNELS = {
     "grouped_gemm_input_gradient",
     "grouped_gemm_weight_gradient",
     "permute",
+    "router",
     "unpermute",
 }
 

@@ -17,9 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
+from pallas_kernels import deviceless
 from pallas_kernels.deviceless import GPUS
 from pallas_kernels.grouped_gemm import grouped_gemm, overflow_rows, xla
-from pallas_kernels.pick import Choice, pick
+from pallas_kernels.pick import Choice, Target, pick, target
 from tests.oracle import max_relative_error
 
 IMPLS = ["xla"]
@@ -257,7 +258,8 @@ def test_each_gpu_gets_the_kernels_of_its_generation(monkeypatch):
     x, w = jnp.ones((8, 16), jnp.bfloat16), jnp.ones((2, 16, 8), jnp.bfloat16)
 
     def refusals(gpu, x):
-        monkeypatch.setattr(package, "target_gpu", lambda: GPUS.get(gpu))
+        kind = GPUS[gpu].name if gpu in GPUS else gpu
+        monkeypatch.setattr(deviceless, "target", lambda: Target("gpu", kind, 0))
         return [choice.refusal for choice in package._gpu_choices(x, w)]
 
     monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))
@@ -272,5 +274,5 @@ def test_each_gpu_gets_the_kernels_of_its_generation(monkeypatch):
     monkeypatch.setattr(jax, "__version_info__", (0, 11, 1))
     assert "needs JAX 0.11.2" in refusals("h100", x)[0]
     with pytest.raises(ValueError, match="impl='hopper' cannot serve.*runs on Hopper GPUs"):
-        monkeypatch.setattr(package, "target_gpu", lambda: None)
+        monkeypatch.setattr(deviceless, "target", target)
         grouped_gemm(x, w, jnp.array([4, 4], jnp.int32), impl="hopper")

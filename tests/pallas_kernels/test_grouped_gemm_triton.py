@@ -29,8 +29,7 @@ def program_for(monkeypatch):
 
     def set_up(device, installed=True):
         monkeypatch.setattr(package, "target", lambda: device)
-        known = deviceless.gpu_of(device.kind)
-        monkeypatch.setattr(package, "target_gpu", lambda: known and deviceless.GPUS[known])
+        monkeypatch.setattr(deviceless, "target", lambda: device)
         monkeypatch.setattr(package, "find_spec", lambda name: installed or None)
 
     return set_up

@@ -10,7 +10,7 @@ from moejax.model.dispatch.base import Dispatched, Dispatcher, arrive, local_ids
 
 
 def dispatch(
-    x_tD, experts_tK, weights_tK, num_experts: int, fold: Fold, budget: float
+    x_tD, experts_tK, weights_tK, num_experts: int, fold: Fold, budget: float = 0.0
 ) -> Dispatched:
     """Returns rows sorted by local expert; at most (tokens of the group) * K of them.
 

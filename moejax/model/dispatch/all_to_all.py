@@ -46,7 +46,7 @@ def _blocks(experts_tK, num_experts: int, num_ranks: int, capacity: int):
 
 
 def dispatch(
-    x_tD, experts_tK, weights_tK, num_experts: int, fold: Fold, budget: float
+    x_tD, experts_tK, weights_tK, num_experts: int, fold: Fold, budget: float = 0.0
 ) -> Dispatched:
     """Returns rows sorted by local expert; at most ep * etp * C of them."""
     ep, etp, num_ranks = fold["ep"], fold["etp"], fold.degree("ep")

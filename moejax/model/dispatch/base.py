@@ -34,12 +34,12 @@ class Dispatched(NamedTuple):
 class Dispatcher(NamedTuple):
     """A pair of functions, chosen by name.
 
-    dispatch(x_tD, experts_tK, weights_tK, num_experts, fold, budget) -> Dispatched
+    dispatch(x_tD, experts_tK, weights_tK, num_experts, fold, budget=0.0) -> Dispatched
     combine(y_sD, route, fold) -> y_tD
     """
 
     name: str
-    dispatch: Callable[[Array, Array, Array, int, Fold, float], Dispatched]
+    dispatch: Callable[..., Dispatched]
     combine: Callable[[Array, Any, Fold], Array]
 
 

@@ -60,7 +60,7 @@ def _tables(
 
 
 def dispatch(
-    x_tD, experts_tK, weights_tK, num_experts: int, fold: Fold, budget: float
+    x_tD, experts_tK, weights_tK, num_experts: int, fold: Fold, budget: float = 0.0
 ) -> Dispatched:
     """Returns rows sorted by local expert; at most ep * etp * t * min(K, E/ep) of them."""
     ep, etp, num_ranks = fold["ep"], fold["etp"], fold.degree("ep")

@@ -13,7 +13,7 @@ from moejax.model.dispatch.base import Dispatched, Dispatcher, local_ids
 
 
 def dispatch(
-    x_tD, experts_tK, weights_tK, num_experts: int, fold: Fold, budget: float
+    x_tD, experts_tK, weights_tK, num_experts: int, fold: Fold, budget: float = 0.0
 ) -> Dispatched:
     """Returns e copies of all gathered tokens, one an expert, weighted by the one-hot choice.
     No budget bounds them."""
