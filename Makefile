@@ -12,6 +12,8 @@
 .PHONY: help train test test-deviceless parity lint typecheck clean
 
 lock := pyproject.toml constraints.txt .ci/venv
+# A process for each core, at most 8; the tests of a file share one, and what they have compiled.
+workers := --numprocesses auto --maxprocesses 8 --dist loadfile
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -20,11 +22,11 @@ train: .venv/.train
 	.venv/bin/python -m launch.train --config=configs/demo.py $(ARGS)
 
 test: .venv/.dev
-	.venv/bin/python -m pytest -m "not deviceless" tests $(ARGS)
+	.venv/bin/python -m pytest $(workers) -m "not deviceless" tests $(ARGS)
 
 # pytest's status 5 means that nothing was collected: said, and not taken for a failure.
 test-deviceless: .venv-gpu/.dev
-	.venv-gpu/bin/python -m pytest -m deviceless tests $(ARGS) || { status=$$?; \
+	.venv-gpu/bin/python -m pytest $(workers) -m deviceless tests $(ARGS) || { status=$$?; \
 	  [ $$status -eq 5 ] && echo "no deviceless test exists yet: nothing was run" || exit $$status; }
 
 parity: .venv/.dev

@@ -9,6 +9,7 @@ work. The closing summary names what was skipped or left out: silence never read
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import jax
@@ -30,26 +31,38 @@ jax.config.update("jax_compilation_cache_max_size", 2 * 1024**3)  # bytes; the o
 hypothesis.settings.register_profile("house", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("house")
 
-_deselected: list[pytest.Item] = []
+_deselected: dict[str, str] = {}  # test -> the group it was left out with
 
 
 def pytest_deselected(items: list[pytest.Item]) -> None:
     """Remembers what -m or -k left out."""
-    _deselected.extend(items)
+    _deselected.update({item.nodeid: _group(item) for item in items})
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Sends it on, where this is one of several processes that share the tests."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["deselected"] = _deselected
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Takes it from a process that has ended; every one of them collects all tests."""
+    _deselected.update(getattr(node, "workeroutput", {}).get("deselected", {}))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Names every group and every test that did not run."""
-    by_group = Counter(_group(item) for item in _deselected)
+    by_group = Counter(_deselected.values())
     if not by_group and not terminalreporter.stats.get("skipped"):
         return
     terminalreporter.section("not run here")
     for group, count in sorted(by_group.items()):
         how = f" ({HOW_TO_RUN[group]})" if group in HOW_TO_RUN else ""
         terminalreporter.write_line(f"not run here: {group}: {count} test(s){how}")
-    for item in _deselected:
-        if _group(item) in HOW_TO_RUN:
-            terminalreporter.write_line(f"  {item.nodeid}")
+    for name, group in sorted(_deselected.items()):
+        if group in HOW_TO_RUN:
+            terminalreporter.write_line(f"  {name}")
     for report in terminalreporter.stats.get("skipped", []):
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
         terminalreporter.write_line(f"skipped: {report.nodeid}: {reason}")

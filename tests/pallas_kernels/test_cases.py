@@ -145,17 +145,13 @@ def test_d14_unaligned_groups(impl, sizes):
     exact in float32, and rounded once. Then random data. No K or N is a multiple of a tile."""
     M, G, step = sum(sizes), len(sizes), impl.step
     K, N = (43, 2881) if step == 1 else (40, 72) if G < 300 else (40, 56)
-    group = np.repeat(np.arange(G), sizes)
-    row = np.arange(M) % 256  # a bfloat16 counts up to there
-    x, w = (
-        np.broadcast_to(row[:, None], (M, K)),
-        np.zeros((G, K, N)) + np.arange(1, G + 1)[:, None, None] % 256,
-    )
-    y = jnp.asarray(row * (w[group, 0, 0]) * K, impl.dtype)
+    group, row = np.repeat(np.arange(G), sizes), np.arange(M) % 256  # a bfloat16 counts that far
+    matrix = np.arange(1, G + 1) % 256
+    x = jnp.asarray(np.broadcast_to(row[:, None], (M, K)), impl.dtype)
+    w = jnp.asarray(np.broadcast_to(matrix[:, None, None], (G, K, N)), impl.dtype)
+    y = jnp.asarray(row * matrix[group] * K, impl.dtype)
     with dirty(impl.dtype == "bfloat16"):
-        found = jax.jit(impl.run)(
-            jnp.asarray(x, impl.dtype), jnp.asarray(w, impl.dtype), jnp.asarray(sizes, jnp.int32)
-        )
+        found = jax.jit(impl.run)(x, w, jnp.asarray(sizes, jnp.int32))
     assert (np.asarray(found) == np.asarray(y)[:, None]).all()
     check(impl, sizes, *drawn(impl, M, K, N, G))
 
