@@ -4,12 +4,13 @@
 #   make train                    trains the demo; ARGS="--config.train.steps=20" passes flags on
 #   make test                     every test that a CPU can run; ARGS="-k router" passes flags to pytest
 #   make test-deviceless          tests that run the real GPU compiler, with no GPU (5 GB of tools)
+#   make test-large               tests that need 22 GB of memory
 #   make parity                   every fold against one device, float32 and float64, as a table
 #   make lint                     ruff and the type checker (make typecheck: that alone)
 #   make clean                    removes environments and caches, and keeps runs/
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-deviceless parity lint typecheck clean
+.PHONY: help train test test-deviceless test-large parity lint typecheck clean
 
 lock := pyproject.toml constraints.txt .ci/venv
 # A process for each core, at most 8; the tests of a file share one, and what they have compiled.
@@ -22,7 +23,10 @@ train: .venv/.train
 	.venv/bin/python -m launch.train --config=configs/demo.py $(ARGS)
 
 test: .venv/.dev
-	.venv/bin/python -m pytest $(workers) -m "not deviceless" tests $(ARGS)
+	.venv/bin/python -m pytest $(workers) -m "not deviceless and not large" tests $(ARGS)
+
+test-large: .venv/.dev
+	.venv/bin/python -m pytest -m large tests $(ARGS)
 
 # pytest's status 5 means that nothing was collected: said, and not taken for a failure.
 test-deviceless: .venv-gpu/.dev

@@ -17,7 +17,7 @@ import pytest
 
 NUM_DEVICES = 16
 # How to run what `make test` leaves out, by marker.
-HOW_TO_RUN = {"deviceless": "make test-deviceless"}
+HOW_TO_RUN = {"deviceless": "make test-deviceless", "large": "make test-large"}
 
 jax.config.update("jax_platforms", jax.config.jax_platforms or "cpu")
 jax.config.update("jax_num_cpu_devices", NUM_DEVICES)

@@ -224,6 +224,7 @@ def test_d15_b_offsets_beyond_32_bits(rows, dim):
         del x_sorted
 
 
+@pytest.mark.large
 def test_d15_b_offsets_beyond_32_bits_in_the_interpreter():
     """The sum reads there. A third of a million rows take hours, so the interpreter does not write
     them: that copies out have 64-bit addresses is seen in the machine code, by
