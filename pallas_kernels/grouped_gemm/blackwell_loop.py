@@ -48,7 +48,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_gemm.tiles import Tiles
-from pallas_kernels.grouped_gemm.work import bounds, by_size
+from pallas_kernels.grouped_gemm.work import bounds, by_size, mine
 
 ALIGN = 8  # rows: a swizzled tile in shared memory has 8, and TMA moves whole tiles
 LINE = 64  # elements of bfloat16 in a swizzled line; K and N are padded to whole lines
@@ -110,10 +110,8 @@ def block_in_pair(tiles: Tiles):
 
 def for_items(num_items, tiles: Tiles, visit, carry):
     """Returns carry after carry = visit(item, turn, carry) for each item of this block."""
-    first, stride = lax.axis_index("sm"), tiles.cores // blocks_of(tiles)
-    turns = lax.div(jnp.maximum(num_items - first, 0) + (stride - 1), jnp.int32(stride))
-    body = lambda turn, carry: visit(first + turn * stride, turn, carry)  # noqa: E731
-    return lax.fori_loop(0, turns, body, carry)
+    turns, index = mine(num_items, lax.axis_index("sm"), tiles.cores // blocks_of(tiles))
+    return lax.fori_loop(0, turns, lambda turn, carry: visit(index(turn), turn, carry), carry)
 
 
 def place(item, num_rows, num_cols: int, band: int):

@@ -7,9 +7,9 @@
 bfloat16 in, float32 sums. 2*M*K*N FLOPs each. Group sizes are read on the device: a few fused XLA
 operations turn them into a list of tiles, and the kernels walk that list.
 
-Grid: one block for each streaming multiprocessor, which takes every cores-th tile of the list. Its
-third warpgroup loads tiles of both operands into a ring of `stages` buffers and runs ahead into the
-next tile; the first two multiply, each the upper or lower half of the tile's rows, and store.
+Grid: one block for each streaming multiprocessor, which takes a tile of each round (`work.mine`).
+Its third warpgroup loads tiles of both operands into a ring of `stages` buffers and runs ahead into
+the next tile; the first two multiply, each the upper or lower half of the tile's rows, and store.
 grouped_mlp/hopper.py builds on what has no underscore here.
 
 Products by rows (forward, input): tiles start at their group's first row, so that none spans two
@@ -47,7 +47,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.deviceless import GPUS, Gpu
 from pallas_kernels.grouped_gemm.tiles import Tiles, choose
-from pallas_kernels.grouped_gemm.work import by_size, row_tiles
+from pallas_kernels.grouped_gemm.work import by_size, mine, row_tiles
 
 H100 = GPUS["h100"]
 OLDEST_JAX = (0, 11, 2)
@@ -82,11 +82,9 @@ def swizzled(shape, dtype):
 
 
 def _for_mine(visit, count, cores, done):
-    """done = visit(index, done) for every index below count that is this core's: its number, plus
-    cores each turn. Nothing here divides by what only the device knows: see the header."""
-    core = lax.axis_index("core")
-    turns = lax.div(count - core + cores - 1, cores)
-    return lax.fori_loop(0, turns, lambda turn, done: visit(core + turn * cores, done), done)
+    """done = visit(index, done) for every index below count that is this core's."""
+    turns, index = mine(count, lax.axis_index("core"), cores)
+    return lax.fori_loop(0, turns, lambda turn, done: visit(index(turn), done), done)
 
 
 def _snake(index, num_rows, num_cols, width):

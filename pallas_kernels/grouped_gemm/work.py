@@ -4,6 +4,23 @@ A little XLA arithmetic on the device; the lists have one length whatever the si
 """
 
 import jax.numpy as jnp
+from jax import lax
+
+
+def mine(count, core, cores: int):
+    """(turns, item): how many of `count` items a core takes, and item(turn), the number of each.
+
+    Rounds go to and fro over the cores: with three, items 0 1 2 go to cores 0 1 2, items 3 4 5 to
+    cores 2 1 0. Where items fall in size, who had a long one first has a short one next. For use in
+    kernels: nothing is divided by what only the device knows.
+    """
+    full = lax.div(count, jnp.int32(cores))
+
+    def place(turn):
+        return jnp.where(lax.rem(turn, jnp.int32(2)) == 0, core, cores - 1 - core)
+
+    turns = full + (full * cores + place(full) < count).astype(jnp.int32)
+    return turns, lambda turn: turn * cores + place(turn)
 
 
 def bounds(group_sizes_G, num_rows):
