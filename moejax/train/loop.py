@@ -21,6 +21,7 @@ from rich.console import Console
 from moejax.core import cluster, params
 from moejax.core.mesh import fold_table
 from moejax.data import ngram
+from moejax.model.balance import LOSSES
 from moejax.model.flops import flops_per_token, inactive_params
 from moejax.train.display import Display
 from moejax.train.metrics import MetricsWriter, Throughput, peak_rss_bytes
@@ -98,8 +99,11 @@ class _Reporter:
         record |= {"matmul_share": rate * self._flops / self._peak}
         moe = record.get("moe")
         if moe:
-            means = ("imbalance", "aux_loss", "z_loss")
-            record |= {name: float(moe[name].mean()) for name in means}
+            means = ("imbalance", "entropy", *LOSSES, "aux_loss")
+            record |= {name: float(moe[name].mean()) for name in means if name in moe}
+            for percent in (50, 90, 100):
+                record[f"imbalance_p{percent}"] = float(np.percentile(moe["imbalance"], percent))
+            record["busiest_rank"] = float(moe["busiest_rank"].max())
             moe["dropped"] = np.rint(moe["dropped"]).astype(int)
             record["dropped"] = int(moe["dropped"].sum())
         if self._writer:

@@ -156,7 +156,14 @@ def _tables(run: Run) -> str:
         counters.append(("tokens dropped", units.whole(float(np.nansum(dropped)))))
     if np.isfinite(skipped).any():
         counters.append(("steps skipped as not finite", units.whole(float(np.nanmax(skipped)))))
-    for key, label in (("aux_loss", "last aux loss"), ("z_loss", "last z loss")):
+    for key, label in (
+        ("batch_loss", "last batch loss"),
+        ("sequence_loss", "last sequence loss"),
+        ("global_loss", "last global loss"),
+        ("z_loss", "last z loss"),
+        ("aux_loss", "last added to the loss, a layer"),
+        ("busiest_rank", "last busiest rank"),
+    ):
         known = run.column(key)[np.isfinite(run.column(key))]
         if len(known):
             counters.append((label, f"{known[-1]:.5g}"))
