@@ -41,6 +41,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 import pallas_kernels
 from moejax.core import collectives
 from moejax.core.mesh import Fold
+from moejax.core.precision import at_least_float32
 from moejax.model.router import Routing
 from moejax.model.stream import Stream
 from pallas_kernels import RouterOptions
@@ -149,6 +150,7 @@ def sequence_loss(experts_tK, probs_tE, stream: Stream, fold: Fold) -> Float[Arr
 
 def z_loss(logits_tE, stream: Stream) -> Float[Array, ""]:
     """Returns this device's share of the mean, over the step's tokens, of logsumexp(logits)^2."""
+    logits_tE = logits_tE.astype(at_least_float32(logits_tE.dtype))
     logits_tE = jnp.where(stream.valid_t[:, None], logits_tE, 0.0)
     logsumexp_t = jax.nn.logsumexp(logits_tE, axis=-1)
     z = jnp.where(stream.valid_t, logsumexp_t**2, 0.0).sum()
@@ -174,7 +176,8 @@ def losses(
     found["load_E"] = routing.load_E.astype(jnp.float32)
     if not (cfg.batch_coeff or cfg.sequence_coeff or cfg.global_coeff):
         return found
-    probs_tE = jnp.where(stream.valid_t[:, None], routing.probs_tE, 0.0)
+    wide = at_least_float32(routing.probs_tE.dtype)
+    probs_tE = jnp.where(stream.valid_t[:, None], routing.probs_tE.astype(wide), 0.0)
     experts_tK, plain_E = plain_choice(routing, stream)
     plain_E = plain_E.astype(jnp.float32)
     load_E = collectives.psum(plain_E, fold.tokens)
