@@ -24,7 +24,7 @@ from moejax.data import ngram
 from moejax.model.balance import LOSSES
 from moejax.model.flops import flops_per_token, inactive_params
 from moejax.train.display import Display
-from moejax.train.metrics import MetricsWriter, Throughput, peak_rss_bytes
+from moejax.train.metrics import IdleExperts, MetricsWriter, Throughput, peak_rss_bytes
 from moejax.train.profile import TraceAtStep
 from moejax.train.report import write_report
 from moejax.train.sample import make_next_logits, sample
@@ -83,7 +83,7 @@ class _Reporter:
         self._writer, self._display = writer, display
         self._peak = run.matmul_rate
         self._flops = facts["model_flops_per_token"]
-        self._throughput = Throughput()
+        self._throughput, self._idle = Throughput(), IdleExperts()
 
     def step(self, number: int, metrics: Any, again: bool) -> bool:
         """Waits until the step is done; reports it and returns True, or False if it overflowed.
@@ -106,6 +106,10 @@ class _Reporter:
             record["busiest_rank"] = float(moe["busiest_rank"].max())
             moe["dropped"] = np.rint(moe["dropped"]).astype(int)
             record["dropped"] = int(moe["dropped"].sum())
+            record["dead"] = int(moe["dead"].sum())
+            record["idle"], warning = self._idle.step(moe["load"])
+            if warning:
+                self._display.note(f"step {number}: {warning}")
         if self._writer:
             self._writer.step(record)
         self._display.step(record)
