@@ -58,15 +58,17 @@ def _case(
 
 
 SEQUENCE = (("batch_coeff", 0.0), ("sequence_coeff", 0.05))
+LOSSES = (("sequence_coeff", 0.05), ("global_coeff", 0.1))  # beside the demo's batch loss
+QUANTILE = (("batch_coeff", 0.0), ("quantile_rate", 0.5))
 SIGMOID, BIAS = (("score", "sigmoid"), ("scale", 2.5)), (("bias_rate", 1e-3),)
 LATENT = (("latent_dim", 8), ("shared_gate", True))
 DM = (("pattern", "DM"), ("num_layers", 2))
 FOLDS = {
     case.name: case
     for case in (
-        _case("dp4tp4-ep8-zero1", "all_to_all", moe=LATENT, dp=4, tp=4, ep=8, zero=1),
+        _case("dp4tp4-ep8-zero1", "all_to_all", balance=QUANTILE, moe=LATENT, dp=4, tp=4, ep=8, zero=1),  # noqa: E501
         _case("dp4tp4-ep4etp2-zero3", "all_gather", 4, balance=SEQUENCE, dp=4, tp=4, ep=4, etp=2, zero=3),  # noqa: E501
-        _case("dp4tp4-ep4etp4-zero3", "ragged", 4, dp=4, tp=4, ep=4, etp=4, zero=3),
+        _case("dp4tp4-ep4etp4-zero3", "ragged", 4, balance=LOSSES, dp=4, tp=4, ep=4, etp=4, zero=3),
         _case("dp8tp2-ep2etp4-zero0", "reference", router=SIGMOID, balance=BIAS, dp=8, tp=2, ep=2, etp=4, zero=0),  # noqa: E501
         _case("dp16-ep16-zero1", "all_to_all", balance=SEQUENCE, dp=16, ep=16, zero=1),
         _case("dp8tp2-edp16-zero3", "all_gather", model=(("tied", True),), dp=8, tp=2, zero=3),
@@ -84,7 +86,7 @@ FOLDS = {
         _case("dp2tp4-ep2etp2", "all_to_all", dp=2, tp=4, ep=2, etp=2),
     )
 }
-# Every axis, ZeRO stage, dispatcher, both aux losses, 1 and 4 microbatches.
+# Every axis, ZeRO stage, dispatcher, all losses and biases, 1 and 4 microbatches.
 COVERING = (
     "dp4tp4-ep8-zero1", "dp4tp4-ep4etp2-zero3", "dp4tp4-ep4etp4-zero3", "dp8tp2-ep2etp4-zero0",
 )  # fmt: skip
