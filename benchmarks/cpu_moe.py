@@ -28,9 +28,9 @@ from moejax.core import host, params
 from moejax.core.mesh import ParallelConfig, fold, make_mesh
 from moejax.core.precision import PrecisionConfig
 from moejax.model.attention.gqa import AttentionConfig
+from moejax.model.balance import BalanceConfig
 from moejax.model.flops import flops_per_token
 from moejax.model.moe import MoE, MoEConfig
-from moejax.model.router import RouterConfig
 from moejax.model.stream import Counts, make_stream
 from moejax.model.transformer import ModelConfig, Transformer
 from moejax.train.optimizer import OptimizerConfig, decay_mask, make_optimizer
@@ -63,18 +63,18 @@ def _dense(dtype) -> dict:
 def _layer(dtype):
     """(forward, forward+backward) of the product's own MoE layer, and their arguments."""
     precision = PrecisionConfig(compute_dtype=dtype)
-    cfg = MoEConfig(num_experts=E, top_k=K, ffn_dim=F, router=RouterConfig(aux_coeff=0.01))
+    cfg = MoEConfig(num_experts=E, top_k=K, ffn_dim=F, balance=BalanceConfig(batch_coeff=0.01))
     layer = MoE(cfg, D, precision=precision, rngs=nnx.Rngs(0))
     definition, weights, buffers = params.partition(layer)
     weights = jax.tree.map(lambda w: w.astype(dtype), weights)
     segments = jnp.ones((8, T // 8), jnp.int32)
     one = jnp.ones((), jnp.float32)
-    stream = make_stream(segments, (one, one), Counts(one, one * T, one, one * T, one), layer.fold)
+    stream = make_stream(segments, (one, one), Counts(one, one * T, one, one * T), layer.fold)
     x = jax.random.normal(jax.random.key(0), (T, D), dtype)
 
     def forward(weights, x):
         y, aux = params.assemble(definition, weights, buffers)(x, stream)
-        return y, aux["aux_loss"]
+        return y, aux["batch_loss"]
 
     def loss(weights, x):
         y, aux = forward(weights, x)

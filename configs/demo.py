@@ -13,8 +13,8 @@ from moejax.core.mesh import ParallelConfig
 from moejax.core.precision import PrecisionConfig
 from moejax.data import DataConfig
 from moejax.model.attention.gqa import AttentionConfig
+from moejax.model.balance import BalanceConfig
 from moejax.model.moe import MoEConfig
-from moejax.model.router import RouterConfig
 from moejax.model.transformer import ModelConfig
 from moejax.train.checkpoint import CheckpointConfig
 from moejax.train.optimizer import OptimizerConfig
@@ -23,7 +23,7 @@ from moejax.train.step import TrainConfig
 
 def demo() -> Config:
     """The demo on one device."""
-    router = RouterConfig(aux_coeff=0.05, z_coeff=1e-4)
+    balance = BalanceConfig(batch_coeff=0.05, z_coeff=1e-4)
     return Config(
         name="demo",
         model=ModelConfig(
@@ -32,7 +32,7 @@ def demo() -> Config:
             num_layers=4,
             init_std=0.04,
             attention=AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=64, qk_norm=True),
-            moe=MoEConfig(num_experts=16, top_k=2, ffn_dim=256, router=router),
+            moe=MoEConfig(num_experts=16, top_k=2, ffn_dim=256, balance=balance),
         ),
         precision=PrecisionConfig(compute_dtype="auto"),
         data=DataConfig(vocab_size=2048),

@@ -11,6 +11,7 @@ from moejax.core import params
 from moejax.core.mesh import Fold
 from moejax.core.precision import PrecisionConfig
 from moejax.model import balance
+from moejax.model.balance import BalanceConfig
 from moejax.model.dispatch import DISPATCHERS
 from moejax.model.experts import Experts
 from moejax.model.mlp import MLP
@@ -50,7 +51,9 @@ class MoEConfig:
     """Grouped GEMM by name ("hopper", "blackwell", "xla", "reference"); empty: the best that
     serves."""
     router: RouterConfig = RouterConfig()
-    """Scores, selection and balance."""
+    """Scores and selection."""
+    balance: BalanceConfig = BalanceConfig()
+    """What keeps the load even."""
 
     def __post_init__(self):
         if not 0 < self.top_k <= self.num_experts:
@@ -59,6 +62,7 @@ class MoEConfig:
             raise ValueError(
                 f"moe.dispatch={self.dispatch!r}: choose from {', '.join(DISPATCHERS)}"
             )
+        self.balance.check(self.num_experts, self.top_k)
         if self.shared_gate and not self.shared_ffn_dim:
             raise ValueError("moe.shared_gate=True gates no shared expert: set moe.shared_ffn_dim")
         if self.budget and self.budget < 1:
@@ -92,7 +96,10 @@ class MoE(nnx.Module):
         self.w_router = params.normal(
             rngs, (dim, cfg.num_experts), ("embed", "router"), std, precision
         )
-        self.bias = params.buffer((cfg.num_experts,), ("router",), precision.dtype("router"))
+        # Both in float32 whatever the other dtypes: small steps, and whole numbers.
+        wide = jnp.dtype("float32")
+        self.bias = params.buffer((cfg.num_experts,), ("router",), wide)
+        self.load_before = params.buffer((cfg.num_experts,), ("router",), wide)
         width = cfg.latent_dim or dim
         self.experts = Experts(cfg.num_experts, width, cfg.ffn_dim, impl=cfg.impl, **kinds)
         if cfg.latent_dim:
@@ -104,14 +111,18 @@ class MoE(nnx.Module):
             self.w_gate = params.normal(rngs, (dim, 1), ("embed", "gate"), std, precision)
 
     def __call__(self, x_tD: Float[Array, "t D"], stream: Stream) -> tuple[Array, Aux]:
-        """Returns (y_tD, {"aux_loss", "z_loss", "load_E", "dropped", "overflow"}: this device's
+        """Returns (y_tD, {losses of `balance`, "load_E", "dropped", "overflow"}: this device's
         shares)."""
         cfg, fold, dispatcher = self.cfg, self.fold, DISPATCHERS[self.cfg.dispatch]
         dtype = self.precision.dtype("router")
         logits_tE = x_tD.astype(dtype) @ self.w_router[...].astype(dtype)
-        bias_E = self.bias[...] if cfg.router.bias_rate else None
-        routing = route(logits_tE, bias_E, stream.valid_t, cfg.router, cfg.top_k)
-        aux = balance.losses(routing, stream, cfg.router, fold)
+        bias_E = self.bias[...] if cfg.balance.biased else None
+        routing = route(
+            logits_tE, bias_E, stream.valid_t, cfg.router, cfg.top_k, cfg.balance.bias_on
+        )
+        aux = balance.losses(routing, stream, cfg.balance, fold, self.load_before[...])
+        if cfg.balance.quantile_rate:
+            aux |= {"threshold_E": balance.thresholds(routing, self.bias[...], stream, fold)}
         with jax.named_scope("dispatch"):
             sent_tD = linear(x_tD, self.w_down[...]) if cfg.latent_dim else x_tD
             rows = dispatcher.dispatch(

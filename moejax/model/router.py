@@ -1,7 +1,8 @@
 """Routing: which K of E experts each token goes to, and with what weight. Pure, no mesh.
 
     logits = x w        scores s = softmax(logits) or sigmoid(logits)
-    experts = top-k of s + bias            (the bias steers the choice and nothing else)
+    experts = top-k of s + bias            (the bias steers the choice and nothing else;
+                                            under quantile balancing: of logits + bias)
     weights = s[experts] * scale, or s[experts] / sum(s[experts]) * scale when renormalised
 
 Renormalisation happens in log space, so that tiny scores survive: a softmax over the chosen
@@ -19,12 +20,11 @@ import pallas_kernels
 from pallas_kernels import RouterOptions, log_scores
 
 SCORES = ("softmax", "sigmoid")
-AUX_LOSSES = ("none", "batch", "sequence")
 
 
 @dataclasses.dataclass(frozen=True)
 class RouterConfig:
-    """How tokens choose experts, and what keeps the choice balanced."""
+    """How tokens choose experts (what keeps the choice balanced: `BalanceConfig`)."""
 
     score: str = "softmax"
     """"softmax" (over all experts) or "sigmoid" (each expert alone; DeepSeek-V3)."""
@@ -32,26 +32,10 @@ class RouterConfig:
     """Make the K weights of a token sum to 1 (before `scale`)."""
     scale: float = 1.0
     """Factor on the weights (DeepSeek-V3: 2.5)."""
-    aux_loss: str = "batch"
-    """Load-balancing loss: "batch" (over each global microbatch), "sequence" (each packed document
-    counts as one) or "none". Perfect balance has the value `aux_coeff`."""
-    aux_coeff: float = 0.01
-    """Weight of the load-balancing loss in the training loss."""
-    z_coeff: float = 0.0
-    """Weight of the router z-loss, mean(logsumexp(logits)^2) (ST-MoE)."""
-    bias_rate: float = 0.0
-    """Step of the aux-loss-free expert bias (Wang et al., 2024), moved once an optimizer step
-    against the sign of each expert's excess load; 0: no bias."""
 
     def __post_init__(self):
         if self.score not in SCORES:
             raise ValueError(f"router.score={self.score!r}: choose from {', '.join(SCORES)}")
-        if self.aux_loss not in AUX_LOSSES:
-            raise ValueError(
-                f"router.aux_loss={self.aux_loss!r}: choose from {', '.join(AUX_LOSSES)}"
-            )
-        if min(self.aux_coeff, self.z_coeff, self.bias_rate) < 0:
-            raise ValueError("router.aux_coeff, z_coeff and bias_rate must not be negative")
 
 
 class Routing(NamedTuple):
@@ -66,6 +50,8 @@ class Routing(NamedTuple):
     """Scores normalised over all experts: what "P" is in the load-balancing loss."""
     load_E: Int[Array, " E"]
     """Slots that chose each expert; padding counts nowhere."""
+    plain: bool = False
+    """Whether the choice is known to be the top-k of the logits and nothing else (static)."""
 
 
 @jax.named_scope("route")
@@ -75,11 +61,13 @@ def route(
     valid_t: Bool[Array, " t"],
     cfg: RouterConfig,
     top_k: int,
+    bias_on: str = "scores",
 ) -> Routing:
     """Returns the Routing of each token. Padding (not valid) reaches no expert and no loss."""
-    options = RouterOptions(top_k, cfg.score, cfg.renormalize, cfg.scale)
+    options = RouterOptions(top_k, cfg.score, cfg.renormalize, cfg.scale, bias_on=bias_on)
     routes = pallas_kernels.route(logits_tE, options, bias_E=bias_E, valid_T=valid_t)
     # XLA joins these with the sums over tokens that the losses take of them.
     probs_tE = jax.nn.softmax(log_scores(logits_tE, cfg.score), axis=-1)
     weights_tK = routes.weights_TK.astype(logits_tE.dtype)
-    return Routing(routes.experts_TK, weights_tK, logits_tE, probs_tE, routes.load_E)
+    plain = bias_E is None and not options.limited
+    return Routing(routes.experts_TK, weights_tK, logits_tE, probs_tE, routes.load_E, plain)

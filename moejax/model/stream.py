@@ -23,8 +23,6 @@ class Counts(NamedTuple):
     """Documents (pieces, as packed) of the step."""
     micro_tokens: Float[Array, ""]
     """Tokens of this microbatch that are not padding."""
-    microbatches: Float[Array, ""]
-    """Microbatches of the step."""
 
 
 class Stream(NamedTuple):
@@ -61,7 +59,7 @@ def count_batch(segment_ids: Int[Array, "..."], targets: Int[Array, "..."], fold
 
 def one_microbatch(totals: Totals) -> Counts:
     """Returns the Counts of a step that has one microbatch."""
-    return Counts(*totals, totals.tokens, jnp.ones((), totals.tokens.dtype))
+    return Counts(*totals, totals.tokens)
 
 
 def my_tokens(x_T: Array, fold: Fold) -> Array:

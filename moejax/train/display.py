@@ -24,6 +24,8 @@ from moejax.train.metrics import LogConfig
 BARS = "▁▂▃▄▅▆▇█"
 LABEL_WIDTH = 8
 MAX_LAYER_ROWS = 4
+# Shown where they are not 0.
+COUNTED = {"dropped": "dropped", "skipped": "skipped", "idle": "idle experts"}
 
 
 def bars(ratios: Sequence[float | None]) -> str:
@@ -179,9 +181,9 @@ class Display:
             speed.append(("of matmul peak", units.share(record["matmul_share"])))
         if record.get("imbalance") is not None:
             speed.append(("experts max/mean", units.fixed(record["imbalance"], 2)))
-        for name in ("dropped", "skipped"):
+        for name, label in COUNTED.items():
             if record.get(name):
-                speed.append((name, units.whole(record[name])))
+                speed.append((label, units.whole(record[name])))
         return [_pairs(quality), _pairs(speed)]
 
     def _balance(self, width: int) -> list[Text]:
@@ -221,9 +223,9 @@ class Display:
             parts.append(f"{100 * record['matmul_share']:.0f}% peak")
         if record.get("imbalance") is not None:
             parts.append(f"max/mean {_plain(record['imbalance'], 2)}")
-        for name in ("dropped", "skipped"):
+        for name, label in COUNTED.items():
             if record.get(name):
-                parts.append(f"{name} {record[name]}")
+                parts.append(f"{label} {record[name]}")
         eta_s = self._eta_s()
         if eta_s is not None:
             parts.append(f"{units.clock(eta_s)} left")

@@ -21,9 +21,10 @@ from rich.console import Console
 from moejax.core import cluster, params
 from moejax.core.mesh import fold_table
 from moejax.data import ngram
+from moejax.model.balance import LOSSES
 from moejax.model.flops import flops_per_token, inactive_params
 from moejax.train.display import Display
-from moejax.train.metrics import MetricsWriter, Throughput, peak_rss_bytes
+from moejax.train.metrics import IdleExperts, MetricsWriter, Throughput, peak_rss_bytes
 from moejax.train.profile import TraceAtStep
 from moejax.train.report import write_report
 from moejax.train.sample import make_next_logits, sample
@@ -82,7 +83,7 @@ class _Reporter:
         self._writer, self._display = writer, display
         self._peak = run.matmul_rate
         self._flops = facts["model_flops_per_token"]
-        self._throughput = Throughput()
+        self._throughput, self._idle = Throughput(), IdleExperts()
 
     def step(self, number: int, metrics: Any, again: bool) -> bool:
         """Waits until the step is done; reports it and returns True, or False if it overflowed.
@@ -98,10 +99,17 @@ class _Reporter:
         record |= {"matmul_share": rate * self._flops / self._peak}
         moe = record.get("moe")
         if moe:
-            means = ("imbalance", "aux_loss", "z_loss")
-            record |= {name: float(moe[name].mean()) for name in means}
+            means = ("imbalance", "entropy", *LOSSES, "aux_loss")
+            record |= {name: float(moe[name].mean()) for name in means if name in moe}
+            for percent in (50, 90, 100):
+                record[f"imbalance_p{percent}"] = float(np.percentile(moe["imbalance"], percent))
+            record["busiest_rank"] = float(moe["busiest_rank"].max())
             moe["dropped"] = np.rint(moe["dropped"]).astype(int)
             record["dropped"] = int(moe["dropped"].sum())
+            record["dead"] = int(moe["dead"].sum())
+            record["idle"], warning = self._idle.step(moe["load"])
+            if warning:
+                self._display.note(f"step {number}: {warning}")
         if self._writer:
             self._writer.step(record)
         self._display.step(record)

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from moejax.core import collectives
 from moejax.core.mesh import Fold
+from moejax.model import balance
 from moejax.model.stream import Counts
 from moejax.model.transformer import Transformer
 from pallas_kernels import logit_stats
@@ -41,13 +42,11 @@ def micro_loss(
     All are this microbatch's shares of means over the step; the scalars are summed over devices.
     A step without a single target has loss 0.
     """
-    fold, router = model.fold, model.cfg.moe.router
+    fold = model.fold
     x_tD, auxes = model.hidden(micro["tokens"], micro["segment_ids"], micro["positions"], counts)
     nll = nll_sum(model, x_tD, micro["targets"], fold)
     nll = collectives.psum(nll / jnp.maximum(counts.targets, 1.0).astype(nll.dtype), fold.batch)
     extra = jnp.zeros((), nll.dtype)
     for aux in (aux for stack in auxes.values() for aux in stack.values()):
-        extra += (router.aux_coeff * aux["aux_loss"] + router.z_coeff * aux["z_loss"]).sum().astype(
-            extra.dtype
-        )
+        extra += balance.weighted(aux, model.cfg.moe.balance).sum().astype(extra.dtype)
     return nll + collectives.psum(extra, fold.tokens), (nll, auxes)

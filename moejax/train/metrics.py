@@ -34,6 +34,8 @@ METRICS_FILE = "metrics.jsonl"
 PREVIOUS_FILE = "metrics.previous.jsonl"
 TENSORBOARD_DIR = "tensorboard"
 LOAD_DIGITS = 5
+IDLE_STEPS = 100
+"""Steps in a row without a token after which an expert is called idle."""
 
 
 @dataclass(frozen=True)
@@ -235,6 +237,28 @@ def _drop_rows_after(path: Path, last_step: int) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(new, path)
+
+
+class IdleExperts:
+    """Watches for experts that no token reaches any more, since this process began."""
+
+    def __init__(self, after: int = IDLE_STEPS) -> None:
+        self.after = after
+        self._steps_LE: np.ndarray | None = None
+
+    def step(self, load_LE: np.ndarray) -> tuple[int, str]:
+        """Counts a step; returns (how many experts of all layers are idle, a line about those that
+        became so with this step, or "")."""
+        idle_LE = np.asarray(load_LE) == 0
+        before_LE = np.zeros(idle_LE.shape, int) if self._steps_LE is None else self._steps_LE
+        self._steps_LE = np.where(idle_LE, before_LE + 1, 0)
+        new = [
+            f"layer {layer}: {', '.join(map(str, np.flatnonzero(row)))}"
+            for layer, row in enumerate(self._steps_LE == self.after)
+            if row.any()
+        ]
+        line = f"warning: experts without a token for {self.after} steps: {'; '.join(new)}"
+        return int((self._steps_LE >= self.after).sum()), line if new else ""
 
 
 class Throughput:

@@ -103,42 +103,83 @@ def stored_to_used(layout: Layout, stored):
     return jax.tree.map(lambda w, dims: gathered(w, dims, layout.fold, zero), own, layout.dims)
 
 
+def _by_block(tree: dict, name: str) -> dict:
+    """Returns {stack: {block: the entry of that name}} of the blocks that have one."""
+    return {
+        stack: {block: node[name] for block, node in blocks.items()}
+        for stack, blocks in tree.items()
+        if all(name in node for node in blocks.values()) and blocks
+    }
+
+
+def _load_added(buffers, auxes: dict, fold):
+    """Returns the buffers with this microbatch's load added to that of those before it."""
+    plain = _by_block(auxes, "plain_load_E")
+    if not plain:  # no loss reads it
+        return buffers
+    plain = collectives.psum(plain, fold.tokens)
+    moes = _by_block(buffers, "moe")
+    return jax.tree.map(
+        lambda moe, load: {"moe": moe | {"load_before": moe["load_before"] + load}},
+        moes, plain, is_leaf=lambda node: "load_before" in node,
+    )  # fmt: skip
+
+
 def _sum_micro_grads(layout: Layout, weights, buffers, batch: Batch, precision: PrecisionConfig):
-    """Returns (gradients, loss, aux) of the whole step: sums over the microbatches."""
+    """Returns (gradients, loss, aux) of the whole step: sums over the microbatches; of the aux one
+    for each microbatch, stacked."""
     fold, accum = layout.fold, precision.dtype("accum")
     counted = count_batch(batch["segment_ids"], batch["targets"], fold)
-    num_micro = jnp.asarray(batch["tokens"].shape[0], jnp.float32)
 
-    def loss(weights, micro):
-        tokens = count_batch(micro["segment_ids"], micro["targets"], fold).tokens
-        counts = Counts(*counted, tokens, num_micro)
-        return micro_loss(layout.model(weights, buffers), micro, counts)
+    def of_micro(buffers, micro):
+        def loss(weights):
+            tokens = count_batch(micro["segment_ids"], micro["targets"], fold).tokens
+            return micro_loss(layout.model(weights, buffers), micro, Counts(*counted, tokens))
 
-    def of_micro(micro):
-        (_, aux), grads = jax.value_and_grad(loss, has_aux=True)(weights, micro)
+        (_, aux), grads = jax.value_and_grad(loss, has_aux=True)(weights)
         return jax.tree.map(lambda g: g.astype(accum), grads), aux
 
     def add(total, micro):
-        grads, aux = of_micro(micro)
-        return jax.tree.map(jnp.add, total, grads), aux
+        grads_sum, buffers = total
+        grads, aux = of_micro(buffers, micro)
+        buffers = _load_added(buffers, aux[1], fold)
+        return (jax.tree.map(jnp.add, grads_sum, grads), buffers), aux
 
     if batch["tokens"].shape[0] == 1:  # one that is alone pays for no sum
-        grads, (nll, auxes) = of_micro(jax.tree.map(lambda a: a[0], batch))
-        return grads, nll, auxes
+        grads, (nll, auxes) = of_micro(buffers, jax.tree.map(lambda a: a[0], batch))
+        return grads, nll, jax.tree.map(lambda a: a[None], auxes)
     zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, accum), weights)
-    grads, (nll_m, auxes_m) = jax.lax.scan(add, collectives.vary(zeros, fold.all), batch)
-    return grads, nll_m.sum(), jax.tree.map(lambda a: a.sum(axis=0), auxes_m)
+    first = (collectives.vary(zeros, fold.all), buffers)
+    (grads, _), (nll_m, auxes_m) = jax.lax.scan(add, first, batch)
+    return grads, nll_m.sum(), auxes_m
 
 
-def _update_buffers(buffers, load_by_stack, rate: float, finite: Array):
-    """Moves every router bias against its expert's excess load of the whole step."""
+def _of_step(auxes_m: dict, fold) -> dict:
+    """Returns the aux of the whole step: sums over microbatches and devices, of the busiest rank
+    the maximum."""
+    busiest = jax.tree.map(
+        lambda load: balance.busiest_rank(load, fold).max(axis=0), _by_block(auxes_m, "load_E")
+    )
+    sums = collectives.psum(jax.tree.map(lambda a: a.sum(axis=0), auxes_m), fold.tokens)
+    return {
+        stack: {
+            block: aux | {"busiest_rank": busiest[stack][block]} for block, aux in blocks.items()
+        }
+        for stack, blocks in sums.items()
+    }
 
-    def move(path, bias):
-        stack, block = path[0].key, path[1].key
-        moved = balance.update_bias(bias, load_by_stack[stack][block]["load_E"], rate)
-        return jnp.where(finite, moved, bias)
 
-    return jax.tree_util.tree_map_with_path(move, buffers) if rate else buffers
+def _update_buffers(buffers, auxes: dict, cfg: balance.BalanceConfig, counts: Array):
+    """Moves the bias of every router by the load of the whole step, where the step counts."""
+
+    def move(moe, aux):
+        bias = jnp.where(counts, balance.updated(moe["bias"], aux, cfg), moe["bias"])
+        return {"moe": moe | {"bias": bias}}
+
+    return {
+        stack: {block: move(node["moe"], auxes[stack][block]) for block, node in blocks.items()}
+        for stack, blocks in buffers.items()
+    }
 
 
 def _overflowed(auxes: dict) -> Array:
@@ -148,20 +189,25 @@ def _overflowed(auxes: dict) -> Array:
     return (by_layer(auxes, "overflow") > 0).any()
 
 
-def _moe_metrics(auxes: dict, buffers) -> dict:
-    """Per-layer metrics, [layers] or [layers, E], from aux already summed over devices."""
+def _moe_metrics(auxes: dict, buffers, cfg: balance.BalanceConfig) -> dict:
+    """Per-layer metrics, [layers] or [layers, E], from the aux of the step and the new buffers.
+
+    "load": share of the slots; "imbalance": max / mean of it; "entropy": 1 for an even load;
+    "dead": experts without a token; "busiest_rank": see `balance`; the losses without their
+    coefficients, and "aux_loss", what they added to the training loss; the bias's range.
+    """
     load_LE = by_layer(auxes, "load_E")
-    biases = {
-        stack: {block: {"bias": node["moe"]["bias"]} for block, node in blocks.items()}
-        for stack, blocks in buffers.items()
-    }
-    bias_LE = by_layer(biases, "bias")
+    bias_LE = by_layer(_by_block(buffers, "moe"), "bias")
     share_LE = load_LE / jnp.maximum(load_LE.sum(axis=1, keepdims=True), 1.0)
-    return {
+    first = next(aux for blocks in auxes.values() for aux in blocks.values())
+    losses = {name: by_layer(auxes, name) for name in balance.LOSSES if name in first}
+    return losses | {
         "load": share_LE,
         "imbalance": share_LE.max(axis=1) * load_LE.shape[1],
-        "aux_loss": by_layer(auxes, "aux_loss"),
-        "z_loss": by_layer(auxes, "z_loss"),
+        "entropy": balance.entropy(share_LE),
+        "dead": (load_LE == 0).sum(axis=1, dtype=jnp.float32),
+        "busiest_rank": by_layer(auxes, "busiest_rank"),
+        "aux_loss": balance.weighted(losses, cfg),
         "dropped": by_layer(auxes, "dropped"),
         "bias_min": bias_LE.min(axis=1),
         "bias_max": bias_LE.max(axis=1),
@@ -187,23 +233,23 @@ def make_train_step(
     they rest, for tests.
     """
     schedule, fold = make_schedule(opt_cfg, total_steps), layout.fold
-    axes, rate = layout.shard_axes(), model_cfg.moe.router.bias_rate
+    axes, balances = layout.shard_axes(), model_cfg.moe.balance
 
     def step(state: TrainState, batch: Batch):
         weights, to_rest = jax.vjp(lambda p: stored_to_used(layout, p), state.params)
-        grads, loss, auxes = _sum_micro_grads(layout, weights, state.buffers, batch, precision)
+        grads, loss, auxes_m = _sum_micro_grads(layout, weights, state.buffers, batch, precision)
         grads = jax.tree.map(lambda g, w: g.astype(w.dtype), grads, weights)
         (grads,) = to_rest(grads)
         norm = global_norm(grads, axes, collectives.psum)
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)
         lr = schedule(num_updates(state.opt_state))
-        auxes = collectives.psum(auxes, fold.tokens)
+        auxes = _of_step(auxes_m, fold)
         overflowed = _overflowed(auxes) | (state.overflowed & (not worst_case))
         new_params, opt_state, skipped = apply_update(
             optimizer, grads, state.opt_state, state.params, state.num_skipped,
             scale=clip_scale(norm, opt_cfg.clip_norm), finite=finite, counts=~overflowed,
         )  # fmt: skip
-        buffers = _update_buffers(state.buffers, auxes, rate, finite & ~overflowed)
+        buffers = _update_buffers(state.buffers, auxes, balances, finite & ~overflowed)
         number = state.step + (~overflowed).astype(state.step.dtype)
         state = TrainState(
             number, new_params, buffers, opt_state, skipped, overflowed, state.key
@@ -212,7 +258,7 @@ def make_train_step(
         values = (loss, norm, lr, skipped, overflowed, count)
         metrics: dict = dict(zip(SCALARS, values, strict=True))
         if any(auxes.values()):
-            metrics["moe"] = _moe_metrics(auxes, buffers)
+            metrics["moe"] = _moe_metrics(auxes, buffers, balances)
         return state, metrics | ({"grads": grads} if with_grads else {})
 
     metric_specs: dict = {name: P() for name in SCALARS}

@@ -72,6 +72,8 @@ def refusal(dtype, num_tokens: int, num_experts: int, options: RouterOptions) ->
             f"num_groups={options.num_groups} of E={E}; at most {MAX_GROUPS} groups of a multiple "
             "of 32 experts are served"
         )
+    if options.bias_on != "scores":
+        return f"bias_on={options.bias_on!r}; a bias on scores is served"
     if num_tokens > MAX_ROWS:
         return f"{num_tokens} tokens; at most {MAX_ROWS} are served"
     return None

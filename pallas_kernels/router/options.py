@@ -29,15 +29,24 @@ class RouterOptions:
     """Groups that a token's experts may come from."""
     num_group_score: int = 1
     """A group's rank is by the sum of its this many best scores, bias added (DeepSeek-V3: 2)."""
+    bias_on: str = "scores"
+    """What the bias is added to: "scores" (DeepSeek-V3) or "logits" (quantile balancing)."""
 
     def __post_init__(self):
         if self.score not in SCORES:
             raise ValueError(f"score={self.score!r}: choose from {', '.join(SCORES)}")
+        if self.bias_on not in ("scores", "logits"):
+            raise ValueError(f"bias_on={self.bias_on!r}: choose from scores, logits")
         if min(self.top_k, self.num_groups, self.num_group_score) < 1:
             raise ValueError("top_k, num_groups and num_group_score must be at least 1")
         if not 1 <= self.topk_groups <= self.num_groups:
             raise ValueError(
                 f"topk_groups={self.topk_groups} is not in 1..num_groups={self.num_groups}"
+            )
+        if self.bias_on == "logits" and self.limited:
+            raise ValueError(
+                f"a bias on logits cannot rank groups (topk_groups={self.topk_groups} of "
+                f"{self.num_groups}): quantile balancing needs num_groups=1"
             )
 
     @property

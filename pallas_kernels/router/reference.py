@@ -1,8 +1,8 @@
 """The definition of the router, in obvious jnp.
 
     scores = exp(log_scores(logits))
-    choice = scores + bias, or the logits where there is no bias (every score rises with its logit,
-             and logits neither round together nor underflow)
+    choice = scores + bias, or logits + bias (`bias_on`), or the logits where there is no bias
+             (every score rises with its logit, and logits neither round together nor underflow)
     groups are ranked by the sum of their best num_group_score values of scores (+ bias);
     choice is -inf outside the best topk_groups; experts = top-k of choice
     weights = scores[experts], or exp(log_scores[experts]) over its sum, times scale
@@ -28,6 +28,8 @@ def route(logits_TE, bias_E, valid_T, options: RouterOptions) -> Routes:
     log_TE = log_scores(logits_TE, options.score)
     biased_TE = jnp.exp(log_TE) if bias_E is None else jnp.exp(log_TE) + bias_E[None]
     choice_TE = logits_TE if bias_E is None else biased_TE
+    if bias_E is not None and options.bias_on == "logits":
+        choice_TE = logits_TE + bias_E[None]
     if options.limited:
         biased_TGN = biased_TE.reshape(biased_TE.shape[0], options.num_groups, -1)
         best = jnp.take_along_axis(biased_TGN, top_k(biased_TGN, options.num_group_score), axis=-1)

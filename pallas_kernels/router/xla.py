@@ -37,6 +37,8 @@ def _select(options: RouterOptions, logits_TE, bias_E, valid_T) -> Routes:
 
 def _choice(options: RouterOptions, logits_TE, bias_E):
     """What experts are ranked by; -inf in the groups that are out of reach."""
+    if bias_E is not None and options.bias_on == "logits":
+        return logits_TE + bias_E[None]
     scores_TE = jnp.exp(log_scores(logits_TE, options.score))
     biased_TE = scores_TE if bias_E is None else scores_TE + bias_E[None]
     choice_TE = logits_TE if bias_E is None else biased_TE

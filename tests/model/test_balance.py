@@ -7,6 +7,7 @@ import pytest
 
 from moejax.core.mesh import Fold
 from moejax.model import balance
+from moejax.model.balance import BalanceConfig
 from moejax.model.dispatch import DISPATCHERS
 from moejax.model.router import RouterConfig, route
 from moejax.model.stream import Counts, count_batch, make_stream
@@ -14,18 +15,22 @@ from moejax.model.stream import Counts, count_batch, make_stream
 ALONE = Fold()
 
 
-def step_aux(logits_mtE, segments_mbL, top_k=1, **options):
+BATCH = BalanceConfig(batch_coeff=1.0)
+SEQUENCE = BalanceConfig(batch_coeff=0.0, sequence_coeff=1.0)
+
+
+def step_aux(logits_mtE, segments_mbL, top_k=1, cfg=BATCH, **options):
     """Returns aux summed over microbatches: logits [m, t, E], segment ids [m, rows, L]."""
-    cfg = RouterConfig(renormalize=top_k > 1, **options)
+    router = RouterConfig(renormalize=top_k > 1, **options)
     segments = jnp.asarray(segments_mbL, jnp.int32)
     counted = count_batch(segments, segments, ALONE)
-    total = None
+    total, before = None, jnp.zeros(logits_mtE[0].shape[-1])
     for logits, segment in zip(logits_mtE, segments, strict=True):
-        tokens = count_batch(segment, segment, ALONE)[1]
-        counts = Counts(*counted, tokens, jnp.asarray(float(len(segments))))
+        counts = Counts(*counted, count_batch(segment, segment, ALONE).tokens)
         stream = make_stream(segment, None, counts, ALONE)
-        routing = route(logits, None, stream.valid_t, cfg, top_k)
-        aux = balance.losses(routing, stream, cfg, ALONE)
+        routing = route(logits, None, stream.valid_t, router, top_k)
+        aux = balance.losses(routing, stream, cfg, ALONE, before)
+        before = before + aux.get("plain_load_E", 0.0)
         total = aux if total is None else jax.tree.map(jnp.add, total, aux)
     return total
 
@@ -37,36 +42,37 @@ def one(logits, **options):
 
 def test_scores_are_normalised_once():
     logits = np.tile([4.0, 0, 0, 0], (5, 1))
-    assert float(one(logits)["aux_loss"]) == pytest.approx(3.791660, abs=1e-5)
-    assert float(one(logits + 100)["aux_loss"]) == pytest.approx(3.791660, abs=1e-5)
+    assert float(one(logits)["batch_loss"]) == pytest.approx(3.791660, abs=1e-5)
+    assert float(one(logits + 100)["batch_loss"]) == pytest.approx(3.791660, abs=1e-5)
 
 
 def test_perfect_balance_has_value_one_and_the_normaliser_has_no_epsilon():
-    assert float(one(4 * np.eye(4), top_k=1)["aux_loss"]) == pytest.approx(1.0, abs=1e-6)
-    assert float(one(np.zeros((8, 4)), top_k=4)["aux_loss"]) == pytest.approx(1.0, abs=1e-6)
+    assert float(one(4 * np.eye(4), top_k=1)["batch_loss"]) == pytest.approx(1.0, abs=1e-6)
+    assert float(one(np.zeros((8, 4)), top_k=4)["batch_loss"]) == pytest.approx(1.0, abs=1e-6)
     for low in (-60.0, -200.0):
         tiny = np.tile([low, low - 1, low - 1, low - 1], (3, 1))
-        assert float(one(tiny, score="sigmoid")["aux_loss"]) == pytest.approx(1.901468, abs=1e-5)
+        assert float(one(tiny, score="sigmoid")["batch_loss"]) == pytest.approx(1.901468, abs=1e-5)
 
 
 @pytest.mark.parametrize("num_experts", [2, 6])  # 6 = the tokens: a wrong broadcast would pass
-@pytest.mark.parametrize("aux_loss", ["batch", "sequence"])
-def test_padding_counts_nowhere(num_experts, aux_loss):
+@pytest.mark.parametrize("loss", ["batch", "sequence", "global"])
+def test_padding_counts_nowhere(num_experts, loss):
     rows = [[5.0, -5.0]] * 2 + [[-5.0, 5.0]] * 2 + [[5.0, -5.0]] * 2
     logits = np.full((6, num_experts), -1e3, np.float32)
     logits[:, :2] = rows
     segments = np.array([[[1, 1, 1, 1, 0, 0]]])
+    cfg = BalanceConfig(**{"batch_coeff": 0.0, f"{loss}_coeff": 1.0})
 
     def value(logits, wild=None):
         logits = jnp.asarray(logits).at[4:].set(1e4) if wild else jnp.asarray(logits)
-        made = step_aux(logits[None], segments, aux_loss=aux_loss)
-        return made["aux_loss"] + made["z_loss"], made
+        made = step_aux(logits[None], segments, cfg=cfg)
+        return made[f"{loss}_loss"] + made["z_loss"], made
 
     (total, made), grad = jax.value_and_grad(value, has_aux=True)(jnp.asarray(logits))
     (wild_total, wild), wild_grad = jax.value_and_grad(value, has_aux=True)(
         jnp.asarray(logits), True
     )
-    assert float(made["aux_loss"]) == pytest.approx(num_experts / 2, abs=1e-4)
+    assert float(made[f"{loss}_loss"]) == pytest.approx(num_experts / 2, abs=1e-4)
     assert float(made["z_loss"]) == pytest.approx(25.00045, abs=1e-4)
     np.testing.assert_array_equal(made["load_E"][:2], [2, 2])
     bias = balance.update_bias(jnp.zeros(2), made["load_E"][:2], 1e-3)
@@ -97,12 +103,12 @@ def sequence_value(rows: int, logits):
     """Aux of the four sequences split into microbatches of `rows`; 0: all packed in one row."""
     if rows == 0:
         return step_aux(
-            logits.reshape(1, 32, 2), np.repeat([1, 2, 3, 4], 8)[None, None], aux_loss="sequence"
-        )["aux_loss"]
+            logits.reshape(1, 32, 2), np.repeat([1, 2, 3, 4], 8)[None, None], cfg=SEQUENCE
+        )["sequence_loss"]
     micro = 4 // rows
     return step_aux(
-        logits.reshape(micro, rows * 8, 2), np.ones((micro, rows, 8)), aux_loss="sequence"
-    )["aux_loss"]
+        logits.reshape(micro, rows * 8, 2), np.ones((micro, rows, 8)), cfg=SEQUENCE
+    )["sequence_loss"]
 
 
 def test_the_sequence_loss_does_not_depend_on_how_rows_are_split():
@@ -118,7 +124,7 @@ def test_the_sequence_loss_does_not_depend_on_how_rows_are_split():
     assert scale > 1e-4
     for grad in grads[1:]:
         assert float(jnp.abs(grad - grads[0]).max()) <= 1e-6 * scale
-    batch = step_aux(jnp.asarray(FOUR).reshape(1, 32, 2), np.ones((1, 4, 8)))["aux_loss"]
+    batch = step_aux(jnp.asarray(FOUR).reshape(1, 32, 2), np.ones((1, 4, 8)))["batch_loss"]
     assert float(batch) == pytest.approx(1.0, abs=1e-6)
 
 
@@ -138,4 +144,6 @@ def test_the_bias_moves_against_the_excess_load():
 
 
 def test_no_loss_where_none_is_asked_for():
-    assert float(one(np.tile([4.0, 0], (4, 1)), aux_loss="none")["aux_loss"]) == 0.0
+    none = one(np.tile([4.0, 0], (4, 1)), cfg=BalanceConfig(batch_coeff=0.0))
+    assert set(none) == {"z_loss", "load_E"}
+    assert float(balance.weighted(none, BalanceConfig(batch_coeff=0.0))) == 0.0

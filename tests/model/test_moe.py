@@ -21,7 +21,7 @@ def stream():
     ids, one = jnp.ones((1, T), jnp.int32), jnp.asarray(1.0)
     rope = rope_table(jnp.arange(T, dtype=jnp.int32)[None], 4, 1e4, jnp.float32)
     count = jnp.asarray(float(T))
-    return make_stream(ids, rope, Counts(count, count, one, count, one), Fold())
+    return make_stream(ids, rope, Counts(count, count, one, count), Fold())
 
 
 

@@ -99,7 +99,7 @@ def one_unit(compute_dtype: str):
 def stream_of_two_rows():
     segments = jnp.ones((2, 13), jnp.int32)
     positions = jnp.tile(jnp.arange(13, dtype=jnp.int32)[None], (2, 1))
-    ones = Counts(*[jnp.ones((), jnp.float32)] * 5)
+    ones = Counts(*[jnp.ones((), jnp.float32)] * 4)
     rope = rope_table(positions, 10, 10000.0, jnp.dtype("float32"))
     return make_stream(segments, rope, ones, Fold())
 

@@ -148,10 +148,10 @@ def test_opposite_imbalances_of_two_layers_do_not_cancel():
     block.moe.w_router[...] = jnp.broadcast_to(sign_LE[:, None] / 32, (2, 32, 2))
     four = jnp.asarray(4.0)
     ids = jnp.zeros((1, 4), jnp.int32)
-    counts = Counts(four, four, jnp.asarray(1.0), four, jnp.asarray(1.0))
+    counts = Counts(four, four, jnp.asarray(1.0), four)
     _, aux = made.hidden(ids, ids + 1, jnp.arange(4, dtype=jnp.int32)[None], counts)
     aux = aux["stack_0"]["block_0"]
-    np.testing.assert_allclose(aux["aux_loss"], [2.0, 2.0], atol=1e-5)
+    np.testing.assert_allclose(aux["batch_loss"], [2.0, 2.0], atol=1e-5)
     np.testing.assert_array_equal(aux["load_E"], [[4, 0], [0, 4]])
     np.testing.assert_array_equal(aux["dropped"], [0, 0])
 

@@ -44,33 +44,40 @@ class Case:
     """Changed leaves of the tiny model."""
     router: tuple[tuple[str, Any], ...] = ()
     """Changed leaves of its router."""
+    balance: tuple[tuple[str, Any], ...] = ()
+    """Changed leaves of its balance."""
     moe: tuple[tuple[str, Any], ...] = ()
     """Changed leaves of its MoE layers."""
 
 
-def _case(name, dispatch, microbatches=1, model=(), router=(), moe=(), **degrees) -> Case:
-    return Case(name, ParallelConfig(**degrees), dispatch, microbatches, model, router, moe)
+def _case(
+    name, dispatch, microbatches=1, model=(), router=(), balance=(), moe=(), **degrees
+) -> Case:
+    parallel = ParallelConfig(**degrees)
+    return Case(name, parallel, dispatch, microbatches, model, router, balance, moe)
 
 
-SEQUENCE = (("aux_loss", "sequence"),)
-SIGMOID = (("score", "sigmoid"), ("bias_rate", 1e-3), ("scale", 2.5))
+SEQUENCE = (("batch_coeff", 0.0), ("sequence_coeff", 0.05))
+LOSSES = (("sequence_coeff", 0.05), ("global_coeff", 0.1))  # beside the demo's batch loss
+QUANTILE = (("batch_coeff", 0.0), ("quantile_rate", 0.5))
+SIGMOID, BIAS = (("score", "sigmoid"), ("scale", 2.5)), (("bias_rate", 1e-3),)
 LATENT = (("latent_dim", 8), ("shared_gate", True))
 DM = (("pattern", "DM"), ("num_layers", 2))
 FOLDS = {
     case.name: case
     for case in (
-        _case("dp4tp4-ep8-zero1", "all_to_all", moe=LATENT, dp=4, tp=4, ep=8, zero=1),
-        _case("dp4tp4-ep4etp2-zero3", "all_gather", 4, (), SEQUENCE, dp=4, tp=4, ep=4, etp=2, zero=3),  # noqa: E501
-        _case("dp4tp4-ep4etp4-zero3", "ragged", 4, dp=4, tp=4, ep=4, etp=4, zero=3),
-        _case("dp8tp2-ep2etp4-zero0", "reference", router=SIGMOID, dp=8, tp=2, ep=2, etp=4, zero=0),
-        _case("dp16-ep16-zero1", "all_to_all", router=SEQUENCE, dp=16, ep=16, zero=1),
+        _case("dp4tp4-ep8-zero1", "all_to_all", balance=QUANTILE, moe=LATENT, dp=4, tp=4, ep=8, zero=1),  # noqa: E501
+        _case("dp4tp4-ep4etp2-zero3", "all_gather", 4, balance=SEQUENCE, dp=4, tp=4, ep=4, etp=2, zero=3),  # noqa: E501
+        _case("dp4tp4-ep4etp4-zero3", "ragged", 4, balance=LOSSES, dp=4, tp=4, ep=4, etp=4, zero=3),
+        _case("dp8tp2-ep2etp4-zero0", "reference", router=SIGMOID, balance=BIAS, dp=8, tp=2, ep=2, etp=4, zero=0),  # noqa: E501
+        _case("dp16-ep16-zero1", "all_to_all", balance=SEQUENCE, dp=16, ep=16, zero=1),
         _case("dp8tp2-edp16-zero3", "all_gather", model=(("tied", True),), dp=8, tp=2, zero=3),
-        _case("dp4tp4-etp4-zero1", "ragged", 4, (("first_k_dense", 1),), SEQUENCE, dp=4, tp=4, etp=4),  # noqa: E501
+        _case("dp4tp4-etp4-zero1", "ragged", 4, (("first_k_dense", 1),), (), SEQUENCE, dp=4, tp=4, etp=4),  # noqa: E501
         _case("dp4tp4-ep16-zero3-DM", "all_to_all", 4, DM, dp=4, tp=4, ep=16, zero=3),
         _case("dp16-ep4etp4-zero0", "all_to_all", model=(("tied", True),), dp=16, ep=4, etp=4, zero=0),  # noqa: E501
-        _case("dp4tp4-ep4-zero3", "reference", 4, router=SIGMOID, dp=4, tp=4, ep=4, zero=3),
-        _case("dp16-ep2-zero1-DM", "ragged", model=DM, router=SEQUENCE, dp=16, ep=2, zero=1),
-        _case("dp4tp4-ep8etp2-zero0", "ragged", 4, (), SIGMOID, LATENT, dp=4, tp=4, ep=8, etp=2, zero=0),  # noqa: E501
+        _case("dp4tp4-ep4-zero3", "reference", 4, router=SIGMOID, balance=BIAS, dp=4, tp=4, ep=4, zero=3),  # noqa: E501
+        _case("dp16-ep2-zero1-DM", "ragged", model=DM, balance=SEQUENCE, dp=16, ep=2, zero=1),
+        _case("dp4tp4-ep8etp2-zero0", "ragged", 4, (), SIGMOID, BIAS, LATENT, dp=4, tp=4, ep=8, etp=2, zero=0),  # noqa: E501
         # The five of the case "expert gradients exactly ep times too big", on 8 devices.
         _case("dp8-ep4", "all_to_all", dp=8, ep=4),
         _case("dp8-etp4", "all_gather", dp=8, etp=4),
@@ -79,7 +86,7 @@ FOLDS = {
         _case("dp2tp4-ep2etp2", "all_to_all", dp=2, tp=4, ep=2, etp=2),
     )
 }
-# Every axis, ZeRO stage, dispatcher, both aux losses, 1 and 4 microbatches.
+# Every axis, ZeRO stage, dispatcher, all losses and biases, 1 and 4 microbatches.
 COVERING = (
     "dp4tp4-ep8-zero1", "dp4tp4-ep4etp2-zero3", "dp4tp4-ep4etp4-zero3", "dp8tp2-ep2etp4-zero0",
 )  # fmt: skip
@@ -91,10 +98,11 @@ def tiny_model(case: Case) -> ModelConfig:
     """Returns the demo's model, shrunk, with what the case changes."""
     base = demo().model
     attention = replace(base.attention, num_heads=8, num_kv_heads=4, head_dim=8, qk_norm=True)
-    router = replace(base.moe.router, **({"z_coeff": 1e-3} | dict(case.router)))
+    router = replace(base.moe.router, **dict(case.router))
+    balance = replace(base.moe.balance, **({"z_coeff": 1e-3} | dict(case.balance)))
     moe = replace(
         base.moe, num_experts=16, top_k=2, ffn_dim=16, shared_ffn_dim=16,
-        dispatch=case.dispatch, router=router,
+        dispatch=case.dispatch, router=router, balance=balance,
     )  # fmt: skip
     moe = replace(moe, **dict(case.moe))
     small = dict(vocab_size=VOCAB, dim=32, num_layers=3, ffn_dim=64, attention=attention, moe=moe)

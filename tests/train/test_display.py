@@ -36,7 +36,7 @@ def record(step: int, layers: int = 6, experts: int = 16) -> dict:
     load = np.full((layers, experts), 1 / experts)
     load[1, 0], load[1, 1] = 2 / experts, 0.0
     scalars = {"loss": 4.2131, "grad_norm": 0.81, "lr": 2.9e-4, "tokens_per_second": 12430.0}
-    scalars |= {"matmul_share": 0.61, "imbalance": 1.25, "dropped": 0, "skipped": 2}
+    scalars |= {"matmul_share": 0.61, "imbalance": 1.25, "dropped": 0, "skipped": 2, "idle": 3}
     return {"step": step, **scalars, "moe": {"load": load}}
 
 
@@ -63,6 +63,7 @@ def test_the_panel_fits_its_width_and_has_the_figures(
     for part in ("620/2,000", "31 %", "46:00 left", "loss 4.213", "4.350 at 600", "12,430"):
         assert part in text
     assert "61 %" in text and "1.25" in text and "skipped 2" in text and "dropped" not in text
+    assert "idle experts 3" in text
     assert "2.00" in text  # layer 1's busiest expert has twice its share
 
 

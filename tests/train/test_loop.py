@@ -12,6 +12,7 @@ import pytest
 from jax._src.array import ArrayImpl  # float(), tolist() and device_get read its `_value`
 
 from moejax.train import loop, setup
+from moejax.train.metrics import IdleExperts
 from tests.train.test_resume import write_text
 from tests.train.tiny_recipe import tiny
 
@@ -132,7 +133,9 @@ def test_a_run_leaves_metrics_facts_report_and_sample(folder):
     steps = [r for r in records if "loss" in r]
     assert [r["step"] for r in steps] == [1, 2, 3, 4, 5, 6]
     needed = {"loss", "grad_norm", "lr", "tokens_per_second", "matmul_share", "imbalance",
-              "aux_loss", "z_loss", "dropped", "skipped", "num_tokens"}  # fmt: skip
+              "aux_loss", "z_loss", "batch_loss", "entropy", "busiest_rank", "imbalance_p50",
+              "imbalance_p90", "imbalance_p100", "dead", "idle", "dropped", "skipped",
+              "num_tokens"}  # fmt: skip
     assert all(needed <= set(r) for r in steps) and not any(r["dropped"] for r in steps)
     facts = json.loads((made.run_dir / "facts.json").read_text())
     for name in (
@@ -144,3 +147,20 @@ def test_a_run_leaves_metrics_facts_report_and_sample(folder):
     assert (made.run_dir / "sample.txt").read_text().startswith(loop.PROMPT)
     assert "<svg" in (made.run_dir / "report.html").read_text()
     assert json.loads((made.run_dir / "config.json").read_text())["train"]["steps"] == 6
+
+
+def test_an_expert_that_no_token_reaches_is_told_of(folder, monkeypatch, capsys):
+    monkeypatch.setattr(loop, "IdleExperts", lambda: IdleExperts(after=3))
+    run = setup.prepare(config(folder, "idle", steps=5))
+    buffers = jax.tree.map(np.array, run.state.buffers)
+    buffers["stack_0"]["block_0"]["moe"]["bias"][1, 6] = -100.0
+    state = replace(run.state, buffers=buffers)
+    run.state = jax.device_put(state, run.layout.shardings)
+    loop.train(run)
+    line = "step 3: warning: experts without a token for 3 steps: layer 1: 6"
+    assert capsys.readouterr().out.count(line) == 1
+    records = (run.config.run_dir / "metrics.jsonl").read_text().splitlines()
+    steps = [r for r in map(json.loads, records) if "loss" in r]
+    assert [r["idle"] for r in steps] == [0, 0, 1, 1, 1]
+    assert [r["dead"] for r in steps] == [1] * 5
+    assert "idle for 100 steps" in (run.config.run_dir / "report.html").read_text()

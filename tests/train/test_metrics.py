@@ -10,6 +10,7 @@ import pytest
 from tensorboardX.proto import event_pb2
 
 from moejax.train.metrics import (
+    IdleExperts,
     LogConfig,
     MetricsWriter,
     Throughput,
@@ -184,6 +185,19 @@ def test_tensorboard_purges_the_steps_that_a_resume_repeats(tmp_path: Path) -> N
         writer.step(record(8))
     starts = [e.step for e in events(tmp_path) if e.HasField("session_log")]
     assert sorted(starts) == [0, 8]
+
+
+def test_an_idle_expert_is_told_of_once_and_counted_while_it_lasts() -> None:
+    watch, even = IdleExperts(after=3), np.full((2, 4), 0.25)
+    idle = even.copy()
+    idle[1, [0, 2]] = 0.0
+    assert [watch.step(load) for load in (idle, idle, even, idle, idle)] == [(0, "")] * 5
+    count, line = watch.step(idle)
+    assert count == 2 and line.endswith("without a token for 3 steps: layer 1: 0, 2")
+    assert watch.step(idle) == (2, "")
+    idle[1, 0] = 0.1
+    assert watch.step(idle) == (1, "")
+    assert watch.step(even) == (0, "")
 
 
 def test_throughput_is_the_median_and_leaves_pauses_out() -> None:

@@ -42,7 +42,10 @@ def test_a_fold_trains_as_one_device_does(name):
     assert not misses(found, "float32"), found
     for mine, right in zip(actual.moe, expected.moe, strict=True):
         np.testing.assert_array_equal(mine["load"], right["load"])
-        np.testing.assert_array_equal(mine["bias_max"], right["bias_max"])
+        # The sign of an excess load is exact, a quantile of logits is to rounding.
+        np.testing.assert_allclose(mine["bias_max"], right["bias_max"], rtol=0, atol=2e-6)
+        for loss in {"batch_loss", "sequence_loss", "global_loss", "z_loss"} & set(right):
+            np.testing.assert_allclose(mine[loss], right[loss], rtol=1e-5, err_msg=loss)
         assert not mine["dropped"].any()
 
 

@@ -15,11 +15,11 @@ from moejax.train.optimizer import OptimizerConfig, decay_mask, make_optimizer
 from moejax.train.state import init_state
 from moejax.train.step import TrainConfig
 from tests.oracle import max_relative_error
-from tests.train.folds import LENGTH, ROWS, SIGMOID, Case, batches, make_trainer
+from tests.train.folds import BIAS, LENGTH, ROWS, SEQUENCE, SIGMOID, Case, batches, make_trainer
 
 # Aux loss by document, so that splitting is exact; a bias that moves.
-ROUTER = (*SIGMOID, ("aux_loss", "sequence"))
-ALONE = Case("alone", ParallelConfig(zero=0), "all_gather", 1, (), ROUTER)
+BALANCE = (*BIAS, *SEQUENCE)
+ALONE = Case("alone", ParallelConfig(zero=0), "all_gather", 1, (), SIGMOID, BALANCE)
 FOLDED = replace(
     ALONE, parallel=ParallelConfig(dp=2, tp=2, ep=4, zero=3), dispatch="all_to_all", microbatches=4
 )

@@ -12,8 +12,8 @@ def tiny() -> Config:
     """Two layers of four experts, 30 steps, a checkpoint every 5."""
     base = demo()
     attention = replace(base.model.attention, num_heads=4, num_kv_heads=2, head_dim=8)
-    router = replace(base.model.moe.router, bias_rate=1e-3)
-    moe = replace(base.model.moe, num_experts=8, ffn_dim=16, router=router)
+    balance = replace(base.model.moe.balance, bias_rate=1e-3)
+    moe = replace(base.model.moe, num_experts=8, ffn_dim=16, balance=balance)
     model = replace(
         base.model, vocab_size=304, dim=32, num_layers=2, attention=attention, moe=moe
     )

@@ -16,8 +16,14 @@ from moejax.train.report.run import Run, number
 EVALUATION_COLORS = ("var(--b)", "var(--c)", "var(--d)")
 LAYER_COLUMNS = (
     ("imbalance", "max / mean load", 3),
-    ("aux_loss", "aux loss", 4),
+    ("entropy", "entropy", 4),
+    ("dead", "experts without a token", 0),
+    ("busiest_rank", "busiest rank", 3),
+    ("batch_loss", "batch loss", 4),
+    ("sequence_loss", "sequence loss", 4),
+    ("global_loss", "global loss", 4),
     ("z_loss", "z loss", 3),
+    ("aux_loss", "added to the loss", 5),
     ("bias_min", "lowest bias", 4),
     ("bias_max", "highest bias", 4),
     ("dropped", "dropped", 0),

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from moejax.train import units
+from moejax.train.metrics import IDLE_STEPS
 from moejax.train.report.figures import experts, loss_chart, small_charts
 from moejax.train.report.page import folded, key_values, section
 from moejax.train.report.run import Run, number, read_run
@@ -156,7 +157,18 @@ def _tables(run: Run) -> str:
         counters.append(("tokens dropped", units.whole(float(np.nansum(dropped)))))
     if np.isfinite(skipped).any():
         counters.append(("steps skipped as not finite", units.whole(float(np.nanmax(skipped)))))
-    for key, label in (("aux_loss", "last aux loss"), ("z_loss", "last z loss")):
+    idle = run.column("idle")
+    if np.isfinite(idle).any():
+        label = f"experts idle for {IDLE_STEPS} steps, at the end"
+        counters.append((label, units.whole(float(idle[np.isfinite(idle)][-1]))))
+    for key, label in (
+        ("batch_loss", "last batch loss"),
+        ("sequence_loss", "last sequence loss"),
+        ("global_loss", "last global loss"),
+        ("z_loss", "last z loss"),
+        ("aux_loss", "last added to the loss, a layer"),
+        ("busiest_rank", "last busiest rank"),
+    ):
         known = run.column(key)[np.isfinite(run.column(key))]
         if len(known):
             counters.append((label, f"{known[-1]:.5g}"))
