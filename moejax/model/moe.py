@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 from moejax.core import params
 from moejax.core.mesh import Fold
 from moejax.core.precision import PrecisionConfig
-from moejax.model import balance
+from moejax.model import balance, capacity, choice, router
 from moejax.model.dispatch import DISPATCHERS
 from moejax.model.experts import Experts
 from moejax.model.mlp import MLP
@@ -71,6 +71,24 @@ class MoEConfig:
                 "moe.top_k=1 with router.renormalize=True makes every weight 1 and leaves the "
                 "router without a gradient: set router.renormalize=False"
             )
+        self.router.options(self.num_experts, self.top_k)
+        self._check_selection()
+
+    def _check_selection(self):
+        """Raises ValueError where a choice over whole rows meets what it makes needless."""
+        selection = self.router.selection
+        if selection == "top_k":
+            return
+        if self.router.aux_loss != "none" or self.router.bias_rate:
+            raise ValueError(
+                f"router.selection={selection!r} balances the experts itself: set aux_loss='none' "
+                "and bias_rate=0"
+            )
+        if selection == "expert_choice" and self.router.renormalize:
+            raise ValueError(
+                "router.selection='expert_choice' gives a token any number of experts, whose "
+                "weights are not made to sum to 1: set router.renormalize=False"
+            )
 
 
 class MoE(nnx.Module):
@@ -83,6 +101,7 @@ class MoE(nnx.Module):
         *,
         std: float = 0.02,
         out_std: float = 0.02,
+        vocab_size: int = 0,
         fold: Fold = Fold(),  # noqa: B008 - frozen
         precision: PrecisionConfig = PrecisionConfig(),  # noqa: B008 - frozen
         rngs: nnx.Rngs,
@@ -92,7 +111,14 @@ class MoE(nnx.Module):
         self.w_router = params.normal(
             rngs, (dim, cfg.num_experts), ("embed", "router"), std, precision
         )
+        if cfg.router.linear_bias:
+            self.b_router = params.constant((cfg.num_experts,), ("router",), 0.0, precision)
         self.bias = params.buffer((cfg.num_experts,), ("router",), precision.dtype("router"))
+        if cfg.router.hash_layers:
+            if not vocab_size:
+                raise ValueError("router.hash_layers needs the vocab_size of the token ids")
+            table_VK = choice.hash_table(rngs.params(), vocab_size, cfg.num_experts, cfg.top_k)
+            self.hash_table = params.Buffer(table_VK, dims=("token_id", "slot"))
         width = cfg.latent_dim or dim
         self.experts = Experts(cfg.num_experts, width, cfg.ffn_dim, impl=cfg.impl, **kinds)
         if cfg.latent_dim:
@@ -107,15 +133,15 @@ class MoE(nnx.Module):
         """Returns (y_tD, {"aux_loss", "z_loss", "load_E", "dropped", "overflow"}: this device's
         shares)."""
         cfg, fold, dispatcher = self.cfg, self.fold, DISPATCHERS[self.cfg.dispatch]
-        dtype = self.precision.dtype("router")
-        logits_tE = x_tD.astype(dtype) @ self.w_router[...].astype(dtype)
-        bias_E = self.bias[...] if cfg.router.bias_rate else None
-        routing = route(logits_tE, bias_E, stream.valid_t, cfg.router, cfg.top_k)
+        routing = self._route(x_tD, stream)
         aux = balance.losses(routing, stream, cfg.router, fold)
+        if cfg.router.record:  # floats, as all of aux: exact up to 2^24 experts
+            aux |= {"experts": routing.experts_tK.astype(jnp.float32)}
+        experts_tK, weights_tK = capacity.keep(routing, cfg.num_experts, cfg.router, stream, fold)
         with jax.named_scope("dispatch"):
             sent_tD = linear(x_tD, self.w_down[...]) if cfg.latent_dim else x_tD
             rows = dispatcher.dispatch(
-                sent_tD, routing.experts_tK, routing.weights_tK, cfg.num_experts, fold, cfg.budget
+                sent_tD, experts_tK, weights_tK, cfg.num_experts, fold, cfg.budget
             )
         y_sD = self.experts(rows.x_sD, rows.weights_s, rows.sizes_e)
         with jax.named_scope("combine"):
@@ -126,6 +152,20 @@ class MoE(nnx.Module):
         )
         aux |= {"dropped": aux["load_E"].sum() - arrived, "overflow": overflow}
         return (y_tD + self._shared(x_tD) if cfg.shared_ffn_dim else y_tD), aux
+
+    @jax.named_scope("route")
+    def _route(self, x_tD, stream: Stream) -> router.Routing:
+        cfg, dtype = self.cfg.router, self.precision.dtype("router")
+        seen_tD = choice.jitter(x_tD, stream, cfg.jitter, dtype)
+        logits_tE = router.logits(seen_tD, self.w_router[...], dtype)
+        if cfg.linear_bias:
+            logits_tE = logits_tE + self.b_router[...].astype(dtype)[None]
+        bias_E = self.bias[...] if cfg.bias_rate else None
+        table_VK = self.hash_table[...] if cfg.hash_layers else None
+        given_tK = choice.choose(
+            logits_tE, bias_E, stream, cfg, self.cfg.top_k, self.fold, table_VK
+        )
+        return route(logits_tE, bias_E, stream.valid_t, cfg, self.cfg.top_k, given_tK)
 
     def _shared(self, x_tD):
         y_tD = self.shared(x_tD)

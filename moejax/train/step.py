@@ -27,7 +27,7 @@ from moejax.core import collectives
 from moejax.core.precision import PrecisionConfig
 from moejax.core.sharding import gathered
 from moejax.model import balance
-from moejax.model.stream import Counts, count_batch, one_microbatch
+from moejax.model.stream import Counts, Draw, count_batch, one_microbatch
 from moejax.model.transformer import ModelConfig
 from moejax.train.loss import micro_loss, nll_sum
 from moejax.train.optimizer import (
@@ -96,6 +96,19 @@ def by_layer(auxes: dict, name: str) -> Array:
     return jnp.concatenate(stacks)
 
 
+def split_choices(auxes: dict) -> tuple[dict, Array | None]:
+    """Returns (auxes without the recorded choices, these as int32 [t, layers, K], or None)."""
+    blocks = [aux for stack in auxes.values() for aux in stack.values()]
+    if not any("experts" in aux for aux in blocks):
+        return auxes, None
+    chosen = by_layer(auxes, "experts").astype(jnp.int32).swapaxes(0, 1)
+    drop = lambda aux: {k: v for k, v in aux.items() if k != "experts"}  # noqa: E731
+    return {
+        stack: {block: drop(aux) for block, aux in of_stack.items()}
+        for stack, of_stack in auxes.items()
+    }, chosen
+
+
 def stored_to_used(layout: Layout, stored):
     """What the layers read of the stored parameters, as this device's own: see the header."""
     zero = layout.zero if layout.zero == 1 else 0
@@ -103,31 +116,39 @@ def stored_to_used(layout: Layout, stored):
     return jax.tree.map(lambda w, dims: gathered(w, dims, layout.fold, zero), own, layout.dims)
 
 
-def _sum_micro_grads(layout: Layout, weights, buffers, batch: Batch, precision: PrecisionConfig):
-    """Returns (gradients, loss, aux) of the whole step: sums over the microbatches."""
+def _sum_micro_grads(
+    layout: Layout, weights, buffers, batch: Batch, precision: PrecisionConfig, key: Array
+):
+    """Returns (gradients, loss, aux, choices) of the whole step: sums over the microbatches, and
+    [microbatches, t, layers, K] where the model records what its routers choose, else None."""
     fold, accum = layout.fold, precision.dtype("accum")
     counted = count_batch(batch["segment_ids"], batch["targets"], fold)
     num_micro = jnp.asarray(batch["tokens"].shape[0], jnp.float32)
 
-    def loss(weights, micro):
+    def loss(weights, micro, number):
         tokens = count_batch(micro["segment_ids"], micro["targets"], fold).tokens
         counts = Counts(*counted, tokens, num_micro)
-        return micro_loss(layout.model(weights, buffers), micro, counts)
+        draw = Draw(number, key, micro.get("routing"))
+        return micro_loss(layout.model(weights, buffers), micro, counts, draw)
 
-    def of_micro(micro):
-        (_, aux), grads = jax.value_and_grad(loss, has_aux=True)(weights, micro)
-        return jax.tree.map(lambda g: g.astype(accum), grads), aux
+    def of_micro(micro, number):
+        gradient = jax.value_and_grad(loss, has_aux=True)
+        (_, (nll, auxes)), grads = gradient(weights, micro, number)
+        return jax.tree.map(lambda g: g.astype(accum), grads), (nll, *split_choices(auxes))
 
     def add(total, micro):
-        grads, aux = of_micro(micro)
+        grads, aux = of_micro(*micro)
         return jax.tree.map(jnp.add, total, grads), aux
 
     if batch["tokens"].shape[0] == 1:  # one that is alone pays for no sum
-        grads, (nll, auxes) = of_micro(jax.tree.map(lambda a: a[0], batch))
-        return grads, nll, auxes
+        one = jax.tree.map(lambda a: a[0], batch)
+        grads, (nll, auxes, chosen) = of_micro(one, jnp.zeros((), jnp.int32))
+        return grads, nll, auxes, None if chosen is None else chosen[None]
     zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, accum), weights)
-    grads, (nll_m, auxes_m) = jax.lax.scan(add, collectives.vary(zeros, fold.all), batch)
-    return grads, nll_m.sum(), jax.tree.map(lambda a: a.sum(axis=0), auxes_m)
+    numbered = (batch, jnp.arange(batch["tokens"].shape[0], dtype=jnp.int32))
+    total, steps = jax.lax.scan(add, collectives.vary(zeros, fold.all), numbered)
+    nll_m, auxes_m, chosen_m = steps
+    return total, nll_m.sum(), jax.tree.map(lambda a: a.sum(axis=0), auxes_m), chosen_m
 
 
 def _update_buffers(buffers, load_by_stack, rate: float, finite: Array):
@@ -135,6 +156,8 @@ def _update_buffers(buffers, load_by_stack, rate: float, finite: Array):
 
     def move(path, bias):
         stack, block = path[0].key, path[1].key
+        if path[-1].key != "bias":
+            return bias
         moved = balance.update_bias(bias, load_by_stack[stack][block]["load_E"], rate)
         return jnp.where(finite, moved, bias)
 
@@ -182,8 +205,10 @@ def make_train_step(
     """Returns the jitted step: (state, batch of [microbatches, rows, L]) -> (state, metrics).
 
     The state is donated. Metrics stay on the device: "loss" (nats a token), "grad_norm", "lr",
-    "num_tokens", "skipped", "overflowed", and "moe" by layer. `worst_case`, for a layout without a
-    budget, takes a state that overflowed for what it was before. `with_grads` adds "grads", where
+    "num_tokens", "skipped", "overflowed", "moe" by layer, and, where the model records it,
+    "routing": expert ids [microbatches, rows * L, layers, K]. A batch may hold "routing"
+    [microbatches, rows, L, layers, K]: the experts to be chosen. `worst_case`, for a layout without
+    a budget, takes a state that overflowed for what it was before. `with_grads` adds "grads", where
     they rest, for tests.
     """
     schedule, fold = make_schedule(opt_cfg, total_steps), layout.fold
@@ -191,7 +216,10 @@ def make_train_step(
 
     def step(state: TrainState, batch: Batch):
         weights, to_rest = jax.vjp(lambda p: stored_to_used(layout, p), state.params)
-        grads, loss, auxes = _sum_micro_grads(layout, weights, state.buffers, batch, precision)
+        key = jax.random.fold_in(state.key, state.step)
+        grads, loss, auxes, chosen = _sum_micro_grads(
+            layout, weights, state.buffers, batch, precision, key
+        )
         grads = jax.tree.map(lambda g, w: g.astype(w.dtype), grads, weights)
         (grads,) = to_rest(grads)
         norm = global_norm(grads, axes, collectives.psum)
@@ -213,11 +241,15 @@ def make_train_step(
         metrics: dict = dict(zip(SCALARS, values, strict=True))
         if any(auxes.values()):
             metrics["moe"] = _moe_metrics(auxes, buffers)
+        if chosen is not None:
+            metrics["routing"] = chosen
         return state, metrics | ({"grads": grads} if with_grads else {})
 
     metric_specs: dict = {name: P() for name in SCALARS}
     if "M" in model_cfg.kinds():
         metric_specs["moe"] = P()
+        if model_cfg.moe.router.record:
+            metric_specs["routing"] = P(None, fold.tokens or None)
     if with_grads:
         metric_specs["grads"] = layout.specs.params
     sharded = jax.shard_map(
