@@ -8,7 +8,8 @@ The experts may also be given (forced, hashed, replayed, ...: `choice.py`); the 
 live scores of those, so that the router learns all the same. Which slots find room in their expert
 is decided after that: `capacity.py`. Renormalisation happens in log space, so that tiny scores
 survive: a softmax over the chosen logits, or over the chosen log-sigmoids. With a softmax score it
-equals "top-k, then softmax". Ties go to the lowest expert index. The choice is one kernel: `pallas_kernels/router`.
+equals "top-k, then softmax". Ties go to the lowest expert index. The choice is one kernel:
+`pallas_kernels/router`.
 """
 
 import dataclasses

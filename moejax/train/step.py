@@ -116,12 +116,11 @@ def stored_to_used(layout: Layout, stored):
     return jax.tree.map(lambda w, dims: gathered(w, dims, layout.fold, zero), own, layout.dims)
 
 
-def _sum_micro_grads(
-    layout: Layout, weights, buffers, batch: Batch, precision: PrecisionConfig, key: Array
-):
+def _sum_micro_grads(layout: Layout, weights, state: TrainState, batch: Batch, precision):
     """Returns (gradients, loss, aux, choices) of the whole step: sums over the microbatches, and
     [microbatches, t, layers, K] where the model records what its routers choose, else None."""
     fold, accum = layout.fold, precision.dtype("accum")
+    key = jax.random.fold_in(state.key, state.step)
     counted = count_batch(batch["segment_ids"], batch["targets"], fold)
     num_micro = jnp.asarray(batch["tokens"].shape[0], jnp.float32)
 
@@ -129,7 +128,7 @@ def _sum_micro_grads(
         tokens = count_batch(micro["segment_ids"], micro["targets"], fold).tokens
         counts = Counts(*counted, tokens, num_micro)
         draw = Draw(number, key, micro.get("routing"))
-        return micro_loss(layout.model(weights, buffers), micro, counts, draw)
+        return micro_loss(layout.model(weights, state.buffers), micro, counts, draw)
 
     def of_micro(micro, number):
         gradient = jax.value_and_grad(loss, has_aux=True)
@@ -191,6 +190,16 @@ def _moe_metrics(auxes: dict, buffers) -> dict:
     }
 
 
+def _metric_specs(model_cfg: ModelConfig, layout: Layout) -> dict:
+    """Returns the PartitionSpecs of a step's metrics."""
+    specs: dict = {name: P() for name in SCALARS}
+    if "M" in model_cfg.kinds():
+        specs["moe"] = P()
+        if model_cfg.moe.router.record:
+            specs["routing"] = P(None, layout.fold.tokens or None)
+    return specs
+
+
 def make_train_step(
     model_cfg: ModelConfig,
     opt_cfg: OptimizerConfig,
@@ -216,10 +225,7 @@ def make_train_step(
 
     def step(state: TrainState, batch: Batch):
         weights, to_rest = jax.vjp(lambda p: stored_to_used(layout, p), state.params)
-        key = jax.random.fold_in(state.key, state.step)
-        grads, loss, auxes, chosen = _sum_micro_grads(
-            layout, weights, state.buffers, batch, precision, key
-        )
+        grads, loss, auxes, chosen = _sum_micro_grads(layout, weights, state, batch, precision)
         grads = jax.tree.map(lambda g, w: g.astype(w.dtype), grads, weights)
         (grads,) = to_rest(grads)
         norm = global_norm(grads, axes, collectives.psum)
@@ -245,11 +251,7 @@ def make_train_step(
             metrics["routing"] = chosen
         return state, metrics | ({"grads": grads} if with_grads else {})
 
-    metric_specs: dict = {name: P() for name in SCALARS}
-    if "M" in model_cfg.kinds():
-        metric_specs["moe"] = P()
-        if model_cfg.moe.router.record:
-            metric_specs["routing"] = P(None, fold.tokens or None)
+    metric_specs = _metric_specs(model_cfg, layout)
     if with_grads:
         metric_specs["grads"] = layout.specs.params
     sharded = jax.shard_map(

@@ -247,7 +247,7 @@ def test_sinkhorn_balances_rows_and_columns():
     x = rng.normal(size=(12, 4)) + [3.0, 0, 0, -1]
     valid = np.arange(12) < 10
     kernel = np.exp(x[:10])
-    d1, change = np.ones(4), 1.0
+    d0, d1, change = np.ones(10), np.ones(4), 1.0
     while change > 1e-4:
         d0 = 1 / (10 * (kernel * d1).sum(axis=1))
         new = 1 / (4 * (kernel * d0[:, None]).sum(axis=0))
@@ -298,7 +298,8 @@ def test_jitter_goes_by_step_layer_and_token():
     assert float(drawn.mean()) == pytest.approx(1.0, abs=3e-3)
     assert len({float(v) for v in drawn[:, 0]}) == 8
     np.testing.assert_array_equal(stream.number_t, np.arange(8) + 24)
-    later = choice.jitter(x[:4], a_stream(np.ones((1, 4)), Draw(7, jax.random.key(1))), 0.1, x.dtype)
+    one_row = a_stream(np.ones((1, 4)), Draw(7, jax.random.key(1)))
+    later = choice.jitter(x[:4], one_row, 0.1, x.dtype)
     np.testing.assert_array_equal(later, drawn[4:])  # one row a microbatch: the same token numbers
     for other in (stream._replace(layer=1), stream._replace(key=jax.random.key(2))):
         assert (choice.jitter(x, other, 0.1, jnp.float32) != drawn).mean() > 0.99
