@@ -25,8 +25,7 @@ from moejax.model.stream import Stream, my_tokens
 def capacity_b(
     valid_bL: Bool[Array, "b L"], top_k: int, num_experts: int, factor: float
 ) -> Int[Array, " b"]:
-    """Returns C of each row. Exact: 1.2 is 12 / 10 here, so that 12 * 1 / 2 * 1.2 does not become 8
-    by rounding."""
+    """Returns C of each row. Exact: in float, 25 * 2 / 5 * 1.1 would be a bit above 11, so 12."""
     share = Fraction(str(factor)) * top_k / num_experts
     table = np.asarray([ceil(n * share) for n in range(valid_bL.shape[1] + 1)], np.int32)
     return jnp.asarray(table)[valid_bL.sum(axis=1, dtype=jnp.int32)]

@@ -166,31 +166,32 @@ class Routing(NamedTuple):
     """Slots that chose each expert; padding counts nowhere."""
 
 
-def _product(x_tD, w_DE, dtype):
+def _product(x_tD, w_DE, dtype, precision):
     wide = at_least_float32(jnp.result_type(dtype))
     if x_tD.dtype != w_DE.dtype or wide == jnp.float64:
         x_tD, w_DE = x_tD.astype(wide), w_DE.astype(wide)
-    # Products of bfloat16 are exact in float32. Of float32, GPUs would round the inputs to TF32.
-    return jnp.matmul(
-        x_tD, w_DE, precision=jax.lax.Precision.HIGHEST, preferred_element_type=wide
-    ).astype(dtype)
+    product = jnp.matmul(x_tD, w_DE, precision=precision, preferred_element_type=wide)
+    return product.astype(dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def logits(x_tD: Float[Array, "t D"], w_DE: Float[Array, "D E"], dtype) -> Float[Array, "t E"]:
     """Returns x w in `dtype` (the router's), summed in float32 or wider, no input rounded.
 
-    The backward pass casts again, so that no wide copy of x is saved for it.
+    Two bfloat16 inputs stay so: their products are exact in float32. Others are multiplied as
+    float32 at full precision, where a GPU would round them to TF32, so that experts with near
+    scores are told apart; gradients are at the default precision. The backward pass casts again, so
+    that no wide copy of x is saved for it.
     """
-    return _product(x_tD, w_DE, dtype)
+    return _product(x_tD, w_DE, dtype, jax.lax.Precision.HIGHEST)
 
 
 def _logits_backward(dtype, saved, d_logits_tE):
-    return jax.vjp(partial(_product, dtype=dtype), *saved)[1](d_logits_tE)
+    product = partial(_product, dtype=dtype, precision=jax.lax.Precision.DEFAULT)
+    return jax.vjp(product, *saved)[1](d_logits_tE)
 
 
-logits.defvjp(lambda x_tD, w_DE, dtype: (_product(x_tD, w_DE, dtype), (x_tD, w_DE)),
-              _logits_backward)  # fmt: skip
+logits.defvjp(lambda x_tD, w_DE, dtype: (logits(x_tD, w_DE, dtype), (x_tD, w_DE)), _logits_backward)
 
 
 def _all_that_chose(logits_tE, given_tE, valid_t, cfg: RouterConfig) -> Routes:

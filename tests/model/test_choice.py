@@ -205,10 +205,9 @@ def test_capacity_keeps_the_right_slots(policy, factor):
 
 
 def test_capacity_is_exact_and_dropless_without():
-    valid = jnp.ones((1, 10), bool)
-    assert capacity.capacity_b(valid, 1, 2, 1.2).tolist() == [6]  # 10 / 2 * 1.2 in float is 6
-    assert capacity.capacity_b(valid, 3, 10, 1.1).tolist() == [4]  # 3.3000000000000003
-    assert capacity.capacity_b(valid, 1, 11, 1.1).tolist() == [1]  # 1.0000000000000002 in float
+    valid = jnp.ones((2, 25), bool).at[1, 10:].set(False)
+    assert capacity.capacity_b(valid, 2, 5, 1.1).tolist() == [11, 5]  # 11.000000000000002 in float
+    assert capacity.capacity_b(valid, 1, 2, 1.2).tolist() == [15, 6]
     ids, weights = jnp.zeros((4, 1), jnp.int32), jnp.ones((4, 1))
     routing = Routing(ids, weights, weights, weights, ids[0])
     kept, _ = capacity.keep(routing, 2, RouterConfig(), a_stream(np.ones((1, 4))), Fold())
