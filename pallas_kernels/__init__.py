@@ -10,7 +10,7 @@ from pallas_kernels.grouped_gemm import grouped_gemm, overflow_rows
 from pallas_kernels.grouped_mlp import grouped_mlp
 from pallas_kernels.linear import linear
 from pallas_kernels.permute import permute, sort_slots, unpermute
-from pallas_kernels.router import RouterOptions, log_scores, route
+from pallas_kernels.router import RouterOptions, log_scores, route, weigh
 from pallas_kernels.swiglu import swiglu
 
 __all__ = [
@@ -27,4 +27,5 @@ __all__ = [
     "sort_slots",
     "swiglu",
     "unpermute",
+    "weigh",
 ]

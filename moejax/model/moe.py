@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 from moejax.core import params
 from moejax.core.mesh import Fold
 from moejax.core.precision import PrecisionConfig
-from moejax.model import balance
+from moejax.model import balance, capacity, choice, router
 from moejax.model.balance import BalanceConfig
 from moejax.model.dispatch import DISPATCHERS
 from moejax.model.experts import Experts
@@ -19,6 +19,7 @@ from moejax.model.router import RouterConfig, route
 from moejax.model.stream import Stream
 from pallas_kernels import linear
 
+RIVALS = ("batch_coeff", "sequence_coeff", "global_coeff", "bias_rate", "quantile_rate")
 Aux = dict[str, Float[Array, "..."]]
 
 
@@ -75,6 +76,25 @@ class MoEConfig:
                 "moe.top_k=1 with router.renormalize=True makes every weight 1 and leaves the "
                 "router without a gradient: set router.renormalize=False"
             )
+        self.router.options(self.num_experts, self.top_k, self.balance.bias_on)
+        self._check_selection()
+
+    def _check_selection(self):
+        """Raises ValueError where a choice over whole rows meets what it makes needless."""
+        selection = self.router.selection
+        if selection == "top_k":
+            return
+        on = [name for name in RIVALS if getattr(self.balance, name)]
+        if on:
+            raise ValueError(
+                f"router.selection={selection!r} balances the experts itself: set "
+                + " and ".join(f"balance.{name}=0" for name in on)
+            )
+        if selection == "expert_choice" and self.router.renormalize:
+            raise ValueError(
+                "router.selection='expert_choice' gives a token any number of experts, whose "
+                "weights are not made to sum to 1: set router.renormalize=False"
+            )
 
 
 class MoE(nnx.Module):
@@ -87,6 +107,7 @@ class MoE(nnx.Module):
         *,
         std: float = 0.02,
         out_std: float = 0.02,
+        vocab_size: int = 0,
         fold: Fold = Fold(),  # noqa: B008 - frozen
         precision: PrecisionConfig = PrecisionConfig(),  # noqa: B008 - frozen
         rngs: nnx.Rngs,
@@ -96,10 +117,17 @@ class MoE(nnx.Module):
         self.w_router = params.normal(
             rngs, (dim, cfg.num_experts), ("embed", "router"), std, precision
         )
+        if cfg.router.linear_bias:
+            self.b_router = params.constant((cfg.num_experts,), ("router",), 0.0, precision)
         # Both in float32 whatever the other dtypes: small steps, and whole numbers.
         wide = jnp.dtype("float32")
         self.bias = params.buffer((cfg.num_experts,), ("router",), wide)
         self.load_before = params.buffer((cfg.num_experts,), ("router",), wide)
+        if cfg.router.hash_layers:
+            if not vocab_size:
+                raise ValueError("router.hash_layers needs the vocab_size of the token ids")
+            table_VK = choice.hash_table(rngs.params(), vocab_size, cfg.num_experts, cfg.top_k)
+            self.hash_table = params.Buffer(table_VK, dims=("token_id", "slot"))
         width = cfg.latent_dim or dim
         self.experts = Experts(cfg.num_experts, width, cfg.ffn_dim, impl=cfg.impl, **kinds)
         if cfg.latent_dim:
@@ -114,19 +142,17 @@ class MoE(nnx.Module):
         """Returns (y_tD, {losses of `balance`, "load_E", "dropped", "overflow"}: this device's
         shares)."""
         cfg, fold, dispatcher = self.cfg, self.fold, DISPATCHERS[self.cfg.dispatch]
-        dtype = self.precision.dtype("router")
-        logits_tE = x_tD.astype(dtype) @ self.w_router[...].astype(dtype)
-        bias_E = self.bias[...] if cfg.balance.biased else None
-        routing = route(
-            logits_tE, bias_E, stream.valid_t, cfg.router, cfg.top_k, cfg.balance.bias_on
-        )
+        routing = self._route(x_tD, stream)
         aux = balance.losses(routing, stream, cfg.balance, fold, self.load_before[...])
         if cfg.balance.quantile_rate:
             aux |= {"threshold_E": balance.thresholds(routing, self.bias[...], stream, fold)}
+        if cfg.router.record:  # floats, as all of aux: exact up to 2^24 experts
+            aux |= {"experts": routing.experts_tK.astype(jnp.float32)}
+        experts_tK, weights_tK = capacity.keep(routing, cfg.num_experts, cfg.router, stream, fold)
         with jax.named_scope("dispatch"):
             sent_tD = linear(x_tD, self.w_down[...]) if cfg.latent_dim else x_tD
             rows = dispatcher.dispatch(
-                sent_tD, routing.experts_tK, routing.weights_tK, cfg.num_experts, fold, cfg.budget
+                sent_tD, experts_tK, weights_tK, cfg.num_experts, fold, cfg.budget
             )
         y_sD = self.experts(rows.x_sD, rows.weights_s, rows.sizes_e)
         with jax.named_scope("combine"):
@@ -137,6 +163,23 @@ class MoE(nnx.Module):
         )
         aux |= {"dropped": aux["load_E"].sum() - arrived, "overflow": overflow}
         return (y_tD + self._shared(x_tD) if cfg.shared_ffn_dim else y_tD), aux
+
+    @jax.named_scope("route")
+    def _route(self, x_tD, stream: Stream) -> router.Routing:
+        cfg, dtype = self.cfg.router, self.precision.dtype("router")
+        seen_tD = choice.jitter(x_tD, stream, cfg.jitter, dtype)
+        logits_tE = router.logits(seen_tD, self.w_router[...], dtype)
+        if cfg.linear_bias:
+            logits_tE = logits_tE + self.b_router[...].astype(dtype)[None]
+        balances = self.cfg.balance
+        bias_E = self.bias[...] if balances.biased else None
+        table_VK = self.hash_table[...] if cfg.hash_layers else None
+        given_tK = choice.choose(
+            logits_tE, bias_E, stream, cfg, self.cfg.top_k, self.fold, table_VK
+        )
+        return route(
+            logits_tE, bias_E, stream.valid_t, cfg, self.cfg.top_k, given_tK, balances.bias_on
+        )
 
     def _shared(self, x_tD):
         y_tD = self.shared(x_tD)

@@ -25,6 +25,17 @@ class Counts(NamedTuple):
     """Tokens of this microbatch that are not padding."""
 
 
+class Draw(NamedTuple):
+    """What a step, beside tokens, gives the routers of a microbatch."""
+
+    micro: Int[Array, ""] | int = 0
+    """The number of the microbatch within its step."""
+    key: Array | None = None
+    """Random key of a training step, the same on every device; None: this is evaluation."""
+    routing_bLNK: Int[Array, "b L N K"] | None = None
+    """Experts that each of N MoE layers has to choose; None: it chooses itself."""
+
+
 class Stream(NamedTuple):
     """One microbatch as a layer sees it on this device. b rows, L tokens each; t = b*L/tp."""
 
@@ -33,6 +44,17 @@ class Stream(NamedTuple):
     valid_t: Bool[Array, " t"]
     document_t: Int[Array, " t"]
     counts: Counts
+    number_t: Int[Array, " t"]
+    """Each token's place in the step's whole batch, row after row: the same for every fold and
+    number of microbatches."""
+    ids_t: Int[Array, " t"]
+    """Token ids."""
+    key: Array | None = None
+    """See `Draw`."""
+    layer: Int[Array, ""] | int = 0
+    """Which MoE layer of the model this is."""
+    given_tK: Int[Array, "t K"] | None = None
+    """Experts that this layer has to choose."""
 
 
 class Totals(NamedTuple):
@@ -76,14 +98,28 @@ def my_tokens(x_T: Array, fold: Fold) -> Array:
 
 
 def make_stream(
-    segment_ids_bL: Int[Array, "b L"], rope: Table, counts: Counts, fold: Fold
+    segment_ids_bL: Int[Array, "b L"],
+    rope: Table,
+    counts: Counts,
+    fold: Fold,
+    tokens_bL: Int[Array, "b L"] | None = None,
+    draw: Draw = Draw(),  # noqa: B008 - immutable
 ) -> Stream:
-    """Returns the Stream of a microbatch. Documents are numbered within this device's rows."""
+    """Returns the Stream of a microbatch. Documents are numbered within this device's rows.
+
+    `tokens_bL` (default: all 0) matter to hash routing alone.
+    """
     b, length = segment_ids_bL.shape
     row_b1 = jnp.arange(b, dtype=jnp.int32)[:, None]
+    first = (draw.micro * fold.degree("dp") + collectives.axis_index(fold["dp"])) * b
+    number_bL = (first + row_b1) * length + jnp.arange(length, dtype=jnp.int32)[None]
+    ids_bL = jnp.zeros_like(segment_ids_bL) if tokens_bL is None else tokens_bL
     nth_bL = jnp.cumsum(starts_bL(segment_ids_bL), axis=1, dtype=jnp.int32)
     document_bL = row_b1 * length + jnp.maximum(nth_bL - 1, 0)
     valid_t = my_tokens((segment_ids_bL != 0).reshape(-1), fold)
+    document_t, number_t, ids_t = (
+        my_tokens(a.reshape(-1), fold) for a in (document_bL, number_bL, ids_bL)
+    )
     return Stream(
-        segment_ids_bL, rope, valid_t, my_tokens(document_bL.reshape(-1), fold), counts
+        segment_ids_bL, rope, valid_t, document_t, counts, number_t, ids_t, draw.key
     )

@@ -25,7 +25,15 @@ from moejax.model.moe import MoE, MoEConfig
 from moejax.model.norm import RMSNorm
 from moejax.model.rope import rope_table
 from moejax.model.stack import REMAT, scan_layers
-from moejax.model.stream import Counts, Stream, count_batch, make_stream, one_microbatch
+from moejax.model.stream import (
+    Counts,
+    Draw,
+    Stream,
+    count_batch,
+    make_stream,
+    my_tokens,
+    one_microbatch,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +103,7 @@ class Block(nnx.Module):
         self.attention = Attention(cfg.attention, cfg.dim, eps=cfg.norm_eps, **kinds)
         self.mlp_norm = RMSNorm(cfg.dim, cfg.norm_eps, precision)
         if kind == "M":
-            self.moe = MoE(cfg.moe, cfg.dim, **kinds)
+            self.moe = MoE(cfg.moe, cfg.dim, vocab_size=cfg.vocab_size, **kinds)
         else:
             self.mlp = MLP(cfg.dim, cfg.ffn_dim, **kinds)
         self.kind = kind
@@ -118,11 +126,15 @@ class Unit(nnx.Module):
         for i, kind in enumerate(kinds):
             setattr(self, f"block_{i}", Block(cfg, kind, fold, precision, rngs))
 
-    def __call__(self, x_tD, stream: Stream):
-        """Returns (x_tD, {block name: aux} of the MoE blocks)."""
+    def __call__(self, x_tD, stream: Stream, given_MtK=None):
+        """Returns (x_tD, {block name: aux} of the MoE blocks, of which `stream.layer` numbers the
+        first, and whose experts may be given)."""
         auxes = {}
         for i in range(self.num_blocks):
-            x_tD, aux = getattr(self, f"block_{i}")(x_tD, stream)
+            nth = len(auxes)
+            given_tK = None if given_MtK is None or nth == len(given_MtK) else given_MtK[nth]
+            mine = stream._replace(layer=stream.layer + nth, given_tK=given_tK)
+            x_tD, aux = getattr(self, f"block_{i}")(x_tD, mine)
             auxes |= {f"block_{i}": aux} if aux else {}
         return x_tD, auxes
 
@@ -180,19 +192,31 @@ class Transformer(nnx.Module):
         segment_ids_bL: Int[Array, "b L"],
         positions_bL: Int[Array, "b L"],
         counts: Counts,
+        draw: Draw = Draw(),  # noqa: B008 - immutable
     ) -> tuple[Float[Array, "t D"], dict]:
         """Returns (normed hidden states, {stack: {block: aux}} with a leading layer dim)."""
         cfg, dtype = self.cfg, self.precision.dtype("accum")
         head_dim, theta = cfg.attention.head_dim, cfg.attention.rope_theta
         rope = rope_table(positions_bL, head_dim, theta, dtype)
-        stream = make_stream(segment_ids_bL, rope, counts, self.fold)
+        stream = make_stream(segment_ids_bL, rope, counts, self.fold, tokens_bL, draw)
+        given_NtK = None
+        if draw.routing_bLNK is not None:
+            given_TNK = draw.routing_bLNK.reshape(-1, *draw.routing_bLNK.shape[2:])
+            given_NtK = my_tokens(given_TNK, self.fold).swapaxes(0, 1)
         x_tD = collectives.vary(self.embed(tokens_bL), self.fold.all)
-        auxes = {}
-        for i in range(len(cfg.stacks())):
-            x_tD, auxes[f"stack_{i}"] = self._stack(getattr(self, f"stack_{i}"), x_tD, stream)
+        auxes, first = {}, 0
+        for i, (kinds, count) in enumerate(cfg.stacks()):
+            moes = kinds.count("M")
+            layers, end = first + moes * jnp.arange(count, dtype=jnp.int32), first + moes * count
+            given = None
+            if given_NtK is not None:
+                given = given_NtK[first:end].reshape(count, moes, *given_NtK.shape[1:])
+            unit, inputs = getattr(self, f"stack_{i}"), (layers, given)
+            x_tD, auxes[f"stack_{i}"] = self._stack(unit, x_tD, inputs, stream)
+            first = end
         return self.final_norm(x_tD), auxes
 
-    def _stack(self, unit: nnx.Module, x_tD, stream: Stream):
+    def _stack(self, unit: nnx.Module, x_tD, inputs, stream: Stream):
         definition, weights, buffers = params.partition(unit)
         dims = jax.tree.map(lambda d: d[1:], params.dims_of(unit)[0], is_leaf=is_dims)
         zero = self.zero if self.zero == 3 else 0
@@ -200,10 +224,12 @@ class Transformer(nnx.Module):
         def weights_of(stored):
             return to_compute(stored, dims, self.fold, zero, self.precision)
 
-        def layer(w, b, x, stream):
-            return params.assemble(definition, w, b)(x, stream)
+        def layer(w, kept, x, stream):
+            b, (number, given) = kept
+            return params.assemble(definition, w, b)(x, stream._replace(layer=number), given)
 
-        return scan_layers(layer, weights_of, weights, buffers, x_tD, stream, remat=self.cfg.remat)
+        kept = (buffers, inputs)
+        return scan_layers(layer, weights_of, weights, kept, x_tD, stream, remat=self.cfg.remat)
 
     def __call__(
         self,

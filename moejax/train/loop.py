@@ -23,6 +23,7 @@ from moejax.core.mesh import fold_table
 from moejax.data import ngram
 from moejax.model.balance import LOSSES
 from moejax.model.flops import flops_per_token, inactive_params
+from moejax.train import replay
 from moejax.train.display import Display
 from moejax.train.metrics import IdleExperts, MetricsWriter, Throughput, peak_rss_bytes
 from moejax.train.profile import TraceAtStep
@@ -81,7 +82,7 @@ class _Reporter:
 
     def __init__(self, run: Run, writer: MetricsWriter | None, display: Display, facts: dict):
         self._writer, self._display = writer, display
-        self._peak = run.matmul_rate
+        self._peak, self._config = run.matmul_rate, run.config
         self._flops = facts["model_flops_per_token"]
         self._throughput, self._idle = Throughput(), IdleExperts()
 
@@ -97,6 +98,8 @@ class _Reporter:
         rate = self._throughput.step(int(record["num_tokens"]))
         record |= {"step": number, "tokens_per_second": rate, "again": int(again)}
         record |= {"matmul_share": rate * self._flops / self._peak}
+        if (chosen := record.pop("routing", None)) is not None:
+            self._record(number, chosen)
         moe = record.get("moe")
         if moe:
             means = ("imbalance", "entropy", *LOSSES, "aux_loss")
@@ -114,6 +117,12 @@ class _Reporter:
             self._writer.step(record)
         self._display.step(record)
         return True
+
+    def _record(self, number: int, chosen: np.ndarray) -> None:
+        """Writes what the routers chose, [microbatches, rows * L, layers, K]."""
+        moe, length = self._config.model.moe, self._config.train.sequence_length
+        experts = chosen.reshape(-1, length, *chosen.shape[2:])
+        replay.save(moe.router.record, number, experts, moe.num_experts)
 
     def evaluation(self, number: int, losses: dict[str, float]) -> None:
         """Reports an evaluation, and leaves its time out of the throughput."""
@@ -167,7 +176,7 @@ def _steps(run: Run, compiled, facts, reporter, watchdog, trace, stop) -> int:
     if number == 0:
         reporter.evaluation(0, evaluate(run))
     while number < train.steps and not stop.should_stop():
-        batch = next(run.batches)
+        batch = next(run.batches) | run.replayed(number + 1)
         if number == run.start_step:
             facts["model_flops_per_token"] = flops_per_token(run.config.model, batch["segment_ids"])
             reporter.restart_clock()

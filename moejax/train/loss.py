@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from moejax.core import collectives
 from moejax.core.mesh import Fold
 from moejax.model import balance
-from moejax.model.stream import Counts
+from moejax.model.stream import Counts, Draw
 from moejax.model.transformer import Transformer
 from pallas_kernels import logit_stats
 
@@ -35,15 +35,18 @@ def nll_sum(
 
 @jax.named_scope("loss")
 def micro_loss(
-    model: Transformer, micro: Micro, counts: Counts
+    model: Transformer,
+    micro: Micro,
+    counts: Counts,
+    draw: Draw = Draw(),  # noqa: B008 - immutable
 ) -> tuple[Float[Array, ""], tuple[Float[Array, ""], dict]]:
     """Returns (loss to differentiate, (cross-entropy part, aux by stack and block)).
 
     All are this microbatch's shares of means over the step; the scalars are summed over devices.
     A step without a single target has loss 0.
     """
-    fold = model.fold
-    x_tD, auxes = model.hidden(micro["tokens"], micro["segment_ids"], micro["positions"], counts)
+    fold, inputs = model.fold, (micro["tokens"], micro["segment_ids"], micro["positions"])
+    x_tD, auxes = model.hidden(*inputs, counts, draw)
     nll = nll_sum(model, x_tD, micro["targets"], fold)
     nll = collectives.psum(nll / jnp.maximum(counts.targets, 1.0).astype(nll.dtype), fold.batch)
     extra = jnp.zeros((), nll.dtype)

@@ -28,6 +28,7 @@ from moejax.data import (
     train_batches,
 )
 from moejax.model.transformer import ModelConfig, Transformer
+from moejax.train import replay
 from moejax.train.checkpoint import CheckpointConfig, Checkpointer, load_weights
 from moejax.train.metrics import LogConfig, measure_dense_matmul
 from moejax.train.optimizer import OptimizerConfig, decay_mask, make_optimizer
@@ -83,6 +84,8 @@ class Run:
     checkpointer: Checkpointer
     state: TrainState
     start_step: int
+    part: tuple[int, int]
+    """Of each microbatch's rows this process has part `part[0]` of `part[1]`."""
     train_step: jax.stages.Wrapped
     again_step: jax.stages.Wrapped
     """The step for a batch that overflowed its budget; compiled at its first use."""
@@ -94,10 +97,22 @@ class Run:
         """Returns this process's rows [rows, L] as global arrays [microbatches, rows, L]."""
         made = {}
         for name, rows in self.abstract_batch().items():
-            micro, _, length = rows.shape
-            local = batch[name].reshape(micro, -1, length)
+            if name == "routing" and name not in batch:
+                continue  # of an evaluation, where routers choose
+            local = batch[name].reshape(rows.shape[0], -1, *rows.shape[2:])
             made[name] = jax.make_array_from_process_local_data(rows.sharding, local, rows.shape)
         return made
+
+    def replayed(self, number: int) -> Batch:
+        """Returns {"routing": this process's rows [rows, L, layers, K]} of a training step that is
+        replayed; {} where routers choose."""
+        router = self.config.model.moe.router
+        if not router.replay:
+            return {}
+        micro, rows, *rest = self.abstract_batch()["routing"].shape
+        shape = (micro * rows, *rest)
+        experts = replay.load(router.replay, number, shape, self.config.model.moe.num_experts)
+        return {"routing": replay.part_of(experts, micro, self.part)}
 
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the shapes of a batch, and how it lies on the mesh."""
@@ -105,7 +120,12 @@ class Run:
         shape = (train.microbatches, train.batch_size // train.microbatches, train.sequence_length)
         sharding = NamedSharding(self.layout.mesh, batch_spec(self.layout))
         rows = jax.ShapeDtypeStruct(shape, np.int32, sharding=sharding)
-        return dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), rows)
+        made = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), rows)
+        model = self.config.model
+        if model.moe.router.replay:
+            more = (model.kinds().count("M"), model.moe.top_k)
+            made["routing"] = jax.ShapeDtypeStruct((*shape, *more), np.int32, sharding=sharding)
+        return made
 
     def position(self) -> dict:
         """Returns what a checkpoint holds beside the state."""
@@ -161,6 +181,8 @@ def load_data(
 def prepare(config: Sections) -> Run:
     """Returns a run ready for its first, or its next, step."""
     fold = config.fold_over(len(jax.devices()))
+    if config.model.moe.router.record and jax.process_count() > 1:
+        raise ValueError("router.record writes what one process sees: record in a single process")
     mesh = make_mesh(fold)
     rows = NamedSharding(mesh, PartitionSpec(fold["dp"] or None))
     part = cluster.share_of(rows, config.train.batch_size // config.train.microbatches)
@@ -189,10 +211,13 @@ def prepare(config: Sections) -> Run:
     # Devices simulated on a CPU share its cores, so that one product takes them all.
     devices = jax.process_count() if jax.default_backend() == "cpu" else mesh.devices.size
     rate = devices * measure_dense_matmul(precision.dtype("compute"), seconds=0.5)
-    return Run(
+    run = Run(
         config, precision, layout, worst_case, tokenizer, batches, evals, checkpointer, state,
-        start, step, again_step, make_eval_step(worst_case), rate,
+        start, part, step, again_step, make_eval_step(worst_case), rate,
     )  # fmt: skip
+    if start < steps:
+        run.replayed(start + 1)  # what is wrong with the files shows here
+    return run
 
 
 def _first_state(config, optimizer, layout: Layout, precision, checkpointer: Checkpointer):

@@ -27,7 +27,7 @@ from moejax.core import collectives
 from moejax.core.precision import PrecisionConfig
 from moejax.core.sharding import gathered
 from moejax.model import balance
-from moejax.model.stream import Counts, count_batch, one_microbatch
+from moejax.model.stream import Counts, Draw, count_batch, one_microbatch
 from moejax.model.transformer import ModelConfig
 from moejax.train.loss import micro_loss, nll_sum
 from moejax.train.optimizer import (
@@ -96,6 +96,19 @@ def by_layer(auxes: dict, name: str) -> Array:
     return jnp.concatenate(stacks)
 
 
+def split_choices(auxes: dict) -> tuple[dict, Array | None]:
+    """Returns (auxes without the recorded choices, these as int32 [t, layers, K], or None)."""
+    blocks = [aux for stack in auxes.values() for aux in stack.values()]
+    if not any("experts" in aux for aux in blocks):
+        return auxes, None
+    chosen = by_layer(auxes, "experts").astype(jnp.int32).swapaxes(0, 1)
+    drop = lambda aux: {k: v for k, v in aux.items() if k != "experts"}  # noqa: E731
+    return {
+        stack: {block: drop(aux) for block, aux in of_stack.items()}
+        for stack, of_stack in auxes.items()
+    }, chosen
+
+
 def stored_to_used(layout: Layout, stored):
     """What the layers read of the stored parameters, as this device's own: see the header."""
     zero = layout.zero if layout.zero == 1 else 0
@@ -125,33 +138,38 @@ def _load_added(buffers, auxes: dict, fold):
     )  # fmt: skip
 
 
-def _sum_micro_grads(layout: Layout, weights, buffers, batch: Batch, precision: PrecisionConfig):
-    """Returns (gradients, loss, aux) of the whole step: sums over the microbatches; of the aux one
-    for each microbatch, stacked."""
+def _sum_micro_grads(layout: Layout, weights, state: TrainState, batch: Batch, precision):
+    """Returns (gradients, loss, aux, choices) of the whole step: sums over the microbatches; of the
+    aux one for each microbatch, stacked; and [microbatches, t, layers, K] where the model records
+    what its routers choose, else None."""
     fold, accum = layout.fold, precision.dtype("accum")
+    key = jax.random.fold_in(state.key, state.step)
     counted = count_batch(batch["segment_ids"], batch["targets"], fold)
 
-    def of_micro(buffers, micro):
+    def of_micro(buffers, micro, number):
         def loss(weights):
             tokens = count_batch(micro["segment_ids"], micro["targets"], fold).tokens
-            return micro_loss(layout.model(weights, buffers), micro, Counts(*counted, tokens))
+            counts, draw = Counts(*counted, tokens), Draw(number, key, micro.get("routing"))
+            return micro_loss(layout.model(weights, buffers), micro, counts, draw)
 
-        (_, aux), grads = jax.value_and_grad(loss, has_aux=True)(weights)
-        return jax.tree.map(lambda g: g.astype(accum), grads), aux
+        (_, (nll, auxes)), grads = jax.value_and_grad(loss, has_aux=True)(weights)
+        return jax.tree.map(lambda g: g.astype(accum), grads), (nll, *split_choices(auxes))
 
-    def add(total, micro):
+    def add(total, numbered):
         grads_sum, buffers = total
-        grads, aux = of_micro(buffers, micro)
+        grads, aux = of_micro(buffers, *numbered)
         buffers = _load_added(buffers, aux[1], fold)
         return (jax.tree.map(jnp.add, grads_sum, grads), buffers), aux
 
     if batch["tokens"].shape[0] == 1:  # one that is alone pays for no sum
-        grads, (nll, auxes) = of_micro(buffers, jax.tree.map(lambda a: a[0], batch))
-        return grads, nll, jax.tree.map(lambda a: a[None], auxes)
+        one = jax.tree.map(lambda a: a[0], batch)
+        grads, (nll, *rest) = of_micro(state.buffers, one, jnp.zeros((), jnp.int32))
+        return grads, nll, *jax.tree.map(lambda a: a[None], rest)
     zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, accum), weights)
-    first = (collectives.vary(zeros, fold.all), buffers)
-    (grads, _), (nll_m, auxes_m) = jax.lax.scan(add, first, batch)
-    return grads, nll_m.sum(), auxes_m
+    numbered = (batch, jnp.arange(batch["tokens"].shape[0], dtype=jnp.int32))
+    first = (collectives.vary(zeros, fold.all), state.buffers)
+    (grads, _), (nll_m, auxes_m, chosen_m) = jax.lax.scan(add, first, numbered)
+    return grads, nll_m.sum(), auxes_m, chosen_m
 
 
 def _of_step(auxes_m: dict, fold) -> dict:
@@ -214,6 +232,16 @@ def _moe_metrics(auxes: dict, buffers, cfg: balance.BalanceConfig) -> dict:
     }
 
 
+def _metric_specs(model_cfg: ModelConfig, layout: Layout) -> dict:
+    """Returns the PartitionSpecs of a step's metrics."""
+    specs: dict = {name: P() for name in SCALARS}
+    if "M" in model_cfg.kinds():
+        specs["moe"] = P()
+        if model_cfg.moe.router.record:
+            specs["routing"] = P(None, layout.fold.tokens or None)
+    return specs
+
+
 def make_train_step(
     model_cfg: ModelConfig,
     opt_cfg: OptimizerConfig,
@@ -228,8 +256,10 @@ def make_train_step(
     """Returns the jitted step: (state, batch of [microbatches, rows, L]) -> (state, metrics).
 
     The state is donated. Metrics stay on the device: "loss" (nats a token), "grad_norm", "lr",
-    "num_tokens", "skipped", "overflowed", and "moe" by layer. `worst_case`, for a layout without a
-    budget, takes a state that overflowed for what it was before. `with_grads` adds "grads", where
+    "num_tokens", "skipped", "overflowed", "moe" by layer, and, where the model records it,
+    "routing": expert ids [microbatches, rows * L, layers, K]. A batch may hold "routing"
+    [microbatches, rows, L, layers, K]: the experts to be chosen. `worst_case`, for a layout without
+    a budget, takes a state that overflowed for what it was before. `with_grads` adds "grads", where
     they rest, for tests.
     """
     schedule, fold = make_schedule(opt_cfg, total_steps), layout.fold
@@ -237,7 +267,7 @@ def make_train_step(
 
     def step(state: TrainState, batch: Batch):
         weights, to_rest = jax.vjp(lambda p: stored_to_used(layout, p), state.params)
-        grads, loss, auxes_m = _sum_micro_grads(layout, weights, state.buffers, batch, precision)
+        grads, loss, auxes_m, chosen = _sum_micro_grads(layout, weights, state, batch, precision)
         grads = jax.tree.map(lambda g, w: g.astype(w.dtype), grads, weights)
         (grads,) = to_rest(grads)
         norm = global_norm(grads, axes, collectives.psum)
@@ -259,11 +289,11 @@ def make_train_step(
         metrics: dict = dict(zip(SCALARS, values, strict=True))
         if any(auxes.values()):
             metrics["moe"] = _moe_metrics(auxes, buffers, balances)
+        if chosen is not None:
+            metrics["routing"] = chosen
         return state, metrics | ({"grads": grads} if with_grads else {})
 
-    metric_specs: dict = {name: P() for name in SCALARS}
-    if "M" in model_cfg.kinds():
-        metric_specs["moe"] = P()
+    metric_specs = _metric_specs(model_cfg, layout)
     if with_grads:
         metric_specs["grads"] = layout.specs.params
     sharded = jax.shard_map(

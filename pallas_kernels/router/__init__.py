@@ -11,7 +11,7 @@ anyway, while a kernel would have to write all T x E of them.
 from functools import partial
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.deviceless import refusal_for, target_gpu
 from pallas_kernels.pick import Choice, pick
@@ -58,6 +58,29 @@ def route(
     return pick("route", impl, choices)(logits_TE, bias_E, valid_T, options)
 
 
+def weigh(
+    logits_TE: Float[Array, "T E"],
+    experts_TK: Int[Array, "T K"],
+    options: RouterOptions,
+    *,
+    valid_T: Bool[Array, " T"] | None = None,
+) -> Routes:
+    """Returns the Routes to experts that are given: the weights that `route` would give them.
+
+    Of `options` only score, renormalize and scale count. A token whose ids are not all in 0..E-1
+    reaches no expert. Differentiable in the logits through the weights; one implementation, in
+    XLA, whose weights are those of `route(impl="xla")` bit for bit.
+    """
+    if logits_TE.ndim != 2 or experts_TK.shape != (logits_TE.shape[0], options.top_k):
+        raise ValueError(
+            f"weigh takes logits [T, E] and experts [T, K={options.top_k}]; got "
+            f"{logits_TE.shape} and {experts_TK.shape}"
+        )
+    valid_T = jnp.ones(logits_TE.shape[0], bool) if valid_T is None else valid_T
+    wide = jnp.float64 if logits_TE.dtype == jnp.float64 else jnp.float32
+    return xla.weigh(logits_TE.astype(wide), experts_TK, valid_T, options)
+
+
 def _mosaic(logits_TE, options) -> Choice:
     why = refusal_for("hopper", "blackwell", oldest_jax=(0, 12))
     T, E = logits_TE.shape
@@ -66,4 +89,4 @@ def _mosaic(logits_TE, options) -> Choice:
     return Choice("mosaic", partial(mosaic.route, num_sms=gpu.cores if gpu else 0), why)
 
 
-__all__ = ["RouterOptions", "Routes", "log_scores", "route"]
+__all__ = ["RouterOptions", "Routes", "log_scores", "route", "weigh"]

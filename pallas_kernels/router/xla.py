@@ -16,14 +16,19 @@ from pallas_kernels.router.options import RouterOptions, Routes, log_scores
 
 def _select(options: RouterOptions, logits_TE, bias_E, valid_T) -> Routes:
     """The forward pass."""
-    num_experts = logits_TE.shape[-1]
     choice_TE = logits_TE
     if bias_E is not None or options.limited:
         choice_TE = _choice(options, logits_TE, bias_E)
     choice_TE = jnp.where(choice_TE == 0, 0, choice_TE)  # to lax.top_k, -0 is less than 0
     # Without the barrier the gradient's columns reach into the top-k, and XLA:CPU sorts whole rows.
     experts_TK = lax.optimization_barrier(lax.top_k(choice_TE, options.top_k)[1])
-    chosen_TK = jnp.take_along_axis(logits_TE, experts_TK, axis=-1)
+    return _routes(options, logits_TE, experts_TK, valid_T)
+
+
+def _routes(options: RouterOptions, logits_TE, experts_TK, valid_T) -> Routes:
+    """The Routes to experts that are chosen; tokens that are not valid reach none."""
+    num_experts = logits_TE.shape[-1]
+    chosen_TK = jnp.take_along_axis(logits_TE, experts_TK, axis=-1, mode="clip")
     lse_T1 = None
     if options.score == "softmax" and not options.renormalize:
         lse_T1 = jax.nn.logsumexp(logits_TE, axis=-1, keepdims=True)
@@ -68,7 +73,8 @@ def _weights(options: RouterOptions, chosen_TK, lse_T1):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def differentiable(select: Callable, options: RouterOptions, logits_TE, bias_E, valid_T) -> Routes:
-    """Returns select(options, logits_TE, bias_E, valid_T), whose weights have a gradient."""
+    """Returns select(options, logits_TE, bias_E, valid_T), whose weights have a gradient; in place
+    of the bias `select` may take whatever else it goes by."""
     return select(options, logits_TE, bias_E, valid_T)
 
 
@@ -105,3 +111,14 @@ differentiable.defvjp(_forward, _backward)
 def route(logits_TE, bias_E, valid_T, options: RouterOptions) -> Routes:
     """See the package."""
     return differentiable(_select, options, logits_TE, bias_E, valid_T)
+
+
+def _given(options: RouterOptions, logits_TE, experts_TK, valid_T) -> Routes:
+    """The forward pass where the experts are given."""
+    valid_T = valid_T & ((experts_TK >= 0) & (experts_TK < logits_TE.shape[1])).all(axis=1)
+    return _routes(options, logits_TE, experts_TK, valid_T)
+
+
+def weigh(logits_TE, experts_TK, valid_T, options: RouterOptions) -> Routes:
+    """See the package."""
+    return differentiable(_given, options, logits_TE, experts_TK, valid_T)

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 from moejax.train import loop, setup
@@ -16,9 +17,11 @@ STEPS = 7
 __all__ = ["folder"]  # a fixture
 
 
-def config(folder: Path, name: str, dispatch: str, budget: float):
+def config(folder: Path, name: str, dispatch: str, budget: float, force: str = ""):
     base = tiny_fold8()
-    moe = replace(base.model.moe, dispatch=dispatch, budget=budget)
+    jitter = 0.1 if force else 0.0  # the second run of a batch draws the same numbers
+    router = replace(base.model.moe.router, force=force, jitter=jitter)
+    moe = replace(base.model.moe, dispatch=dispatch, budget=budget, router=router)
     return replace(
         base, name=name, runs_dir=str(folder / "runs"), model=replace(base.model, moe=moe),
         data=replace(base.data, train=(str(folder / "text"),), eval=()),
@@ -63,3 +66,25 @@ def test_a_run_that_overflows_equals_one_that_never_does(dispatch, budgets, fold
             if jax.dtypes.issubdtype(mine.dtype, jax.dtypes.prng_key):
                 mine, right = map(jax.random.key_data, (mine, right))
             assert max_relative_error(mine, right) <= (0 if all(again) else 1e-5)
+
+
+def test_a_forced_skew_exceeds_its_budget_and_loses_no_token(folder):
+    """Zipf gives the two experts of the first ep rank about twice a balanced load: 1.2 is too
+    little in every step, 4 (all tokens on one rank of 4) never."""
+    runs = {}
+    for budget in (1.2, 4.0):
+        made = config(folder, f"skewed_{budget}", "ragged", budget, "skewed")
+        short = replace(made.train, steps=3), replace(made.optimizer, warmup_steps=1)
+        made = replace(made, train=short[0], optimizer=short[1])
+        made = replace(made, log=replace(made.log, load_every=1))
+        runs[budget] = trained(made)
+    tight, roomy = (records for records, _ in runs.values())
+    assert [r["again"] for r in tight] == [1, 1, 1] and not any(r["again"] for r in roomy)
+    assert [r["step"] for r in tight] == [1, 2, 3]
+    assert not any(r["dropped"] for r in tight + roomy)
+    losses = ([r["loss"] for r in records] for records in (tight, roomy))
+    assert max_relative_error(*losses) <= 1e-6
+    load = np.asarray(roomy[0]["load"])
+    assert (load[:, :2].sum(axis=1) > 1.2 / 4).all()
+    np.testing.assert_array_equal(load, tight[0]["load"])
+    assert int(runs[1.2][1].step) == 3

@@ -1,0 +1,69 @@
+"""Capacity: how many tokens of one row an expert takes, and which.
+
+    C = ceil(n K / E * capacity_factor)        n: the row's tokens that are not padding
+
+Counted over rows, not over a device's tokens, so that what is dropped depends neither on the fold
+nor on the microbatches, and a document never on other rows. A slot beyond C goes to no expert, with
+weight 0; the token keeps its others, whose weights do not change.
+"""
+
+from fractions import Fraction
+from math import ceil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from moejax.core import collectives
+from moejax.core.mesh import Fold
+from moejax.model.router import RouterConfig, Routing
+from moejax.model.stream import Stream, my_tokens
+
+
+def capacity_b(
+    valid_bL: Bool[Array, "b L"], top_k: int, num_experts: int, factor: float
+) -> Int[Array, " b"]:
+    """Returns C of each row. Exact: in float, 25 * 2 / 5 * 1.1 would be a bit above 11, so 12."""
+    share = Fraction(str(factor)) * top_k / num_experts
+    table = np.asarray([ceil(n * share) for n in range(valid_bL.shape[1] + 1)], np.int32)
+    return jnp.asarray(table)[valid_bL.sum(axis=1, dtype=jnp.int32)]
+
+
+@jax.named_scope("drop")
+def keep(
+    routing: Routing, num_experts: int, cfg: RouterConfig, stream: Stream, fold: Fold
+) -> tuple[Int[Array, "t K"], Float[Array, "t K"]]:
+    """Returns (experts, weights) with expert E and weight 0 in slots that find no room.
+
+    Of an expert's slots in a row the first C find room, by weight ("probs", ties to the earlier
+    token) or by place ("position"). Dropless, or where experts chose: all do.
+    """
+    experts_tK, weights_tK, factor = routing.experts_tK, routing.weights_tK, cfg.capacity_factor
+    if not factor or cfg.selection == "expert_choice":
+        return experts_tK, weights_tK
+    (b, length), top_k = stream.segment_ids_bL.shape, experts_tK.shape[1]
+    by_weight = cfg.drop_policy == "probs"
+    key_tK = -lax.stop_gradient(weights_tK) if by_weight else jnp.zeros_like(weights_tK)
+    experts_bS, key_bS = (
+        collectives.all_gather(a, fold["tp"]).reshape(b, length * top_k)
+        for a in (experts_tK, key_tK)
+    )
+    room_b = capacity_b(stream.segment_ids_bL != 0, top_k, num_experts, factor)
+    kept_bS = rank_bS(experts_bS, key_bS, num_experts) < room_b[:, None]
+    kept_tK = my_tokens(kept_bS.reshape(-1, top_k), fold)
+    return jnp.where(kept_tK, experts_tK, num_experts), jnp.where(kept_tK, weights_tK, 0)
+
+
+def rank_bS(
+    experts_bS: Int[Array, "b S"], key_bS: Float[Array, "b S"], num_experts: int
+) -> Int[Array, "b S"]:
+    """Returns the place of each slot among its row's slots of the same expert, by rising key, ties
+    to the earlier slot."""
+    slot_bS = lax.broadcasted_iota(jnp.int32, experts_bS.shape, 1)
+    sorted_bS, _, from_bS = lax.sort((experts_bS, key_bS, slot_bS), dimension=1, num_keys=3)
+    ids_E = jnp.arange(num_experts + 1, dtype=experts_bS.dtype)
+    first_bE = jax.vmap(lambda row: jnp.searchsorted(row, ids_E))(sorted_bS).astype(jnp.int32)
+    rank = slot_bS - jnp.take_along_axis(first_bE, sorted_bS, axis=1)
+    return lax.sort((from_bS, rank), dimension=1, num_keys=1)[1]  # back where the slots came from
