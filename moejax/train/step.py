@@ -232,9 +232,11 @@ def _moe_metrics(auxes: dict, buffers, cfg: balance.BalanceConfig) -> dict:
     }
 
 
-def _metric_specs(model_cfg: ModelConfig, layout: Layout) -> dict:
+def _metric_specs(model_cfg: ModelConfig, layout: Layout, with_grads: bool) -> dict:
     """Returns the PartitionSpecs of a step's metrics."""
     specs: dict = {name: P() for name in SCALARS}
+    if with_grads:
+        specs["grads"] = layout.specs.params
     if "M" in model_cfg.kinds():
         specs["moe"] = P()
         if model_cfg.moe.router.record:
@@ -293,9 +295,7 @@ def make_train_step(
             metrics["routing"] = chosen
         return state, metrics | ({"grads": grads} if with_grads else {})
 
-    metric_specs = _metric_specs(model_cfg, layout)
-    if with_grads:
-        metric_specs["grads"] = layout.specs.params
+    metric_specs = _metric_specs(model_cfg, layout, with_grads)
     sharded = jax.shard_map(
         step,
         mesh=layout.mesh,
