@@ -43,7 +43,7 @@ WAYS = {
     "sequence": (replace(OFF, sequence_coeff=0.1), (1.0, 1.3)),
     "global": (replace(OFF, global_coeff=0.1), (1.0, 1.3)),
     "bias": (replace(OFF, bias_rate=0.01), (1.0, 1.3)),
-    "quantile": (replace(OFF, quantile_rate=0.5), (1.0, 1.2)),
+    "quantile": (replace(OFF, quantile_rate=1.0), (1.0, 1.2)),
 }
 
 

@@ -29,6 +29,7 @@ CASES = [
     (6, 16, True, RouterOptions(2, score="sqrt_softplus", scale=0.5)),
     (6, 16, False, RouterOptions(5, score="sqrt_softplus", renormalize=False)),
     (6, 16, True, RouterOptions(4, num_groups=4, topk_groups=4)),  # every group within reach
+    (9, 16, True, RouterOptions(4, score="sigmoid", bias_on="logits")),
 ]  # fmt: skip
 
 
@@ -55,6 +56,8 @@ def oracle(logits, options, bias=None, valid=None):
         best = np.sort(biased.reshape(-1, size), axis=1)[:, ::-1][:, : options.num_group_score]
         groups = np.argsort(-best.sum(axis=1), kind="stable")[: options.topk_groups]
         ranked = logits[t] if bias is None else biased
+        if bias is not None and options.bias_on == "logits":
+            ranked = logits[t] + np.asarray(bias, np.float64)
         allowed = [e for e in range(E) if e // size in groups]
         mine = sorted(allowed, key=lambda e: (-ranked[e], e))[:K]  # noqa: B023 - used at once
         weight = np.exp(log[mine] - (log[mine].max() if options.renormalize else 0))

@@ -152,6 +152,7 @@ def test_varies_as_its_logits_and_has_the_gradient_of_the_definition():
         ("float32", 1, 64, RouterOptions(33), "K=33"),
         ("float32", 1, 64, RouterOptions(1, num_groups=4, topk_groups=2), "multiple of 32"),
         ("float32", 2**25, 64, RouterOptions(1), "tokens"),
+        ("float32", 1, 64, RouterOptions(1, bias_on="logits"), "a bias on scores is served"),
     ],
 )
 def test_refuses(dtype, T, E, options, why):
