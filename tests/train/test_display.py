@@ -36,7 +36,7 @@ def record(step: int, layers: int = 6, experts: int = 16) -> dict:
     load = np.full((layers, experts), 1 / experts)
     load[1, 0], load[1, 1] = 2 / experts, 0.0
     scalars = {"loss": 4.2131, "grad_norm": 0.81, "lr": 2.9e-4, "tokens_per_second": 12430.0}
-    scalars |= {"matmul_share": 0.61, "imbalance": 1.25, "dropped": 0, "skipped": 2, "idle": 3}
+    scalars |= {"matmul_share": 0.61, "imbalance": 1.25, "dropped": 0, "skipped": 2, "idle": 0}
     return {"step": step, **scalars, "moe": {"load": load}}
 
 
@@ -56,7 +56,7 @@ def test_the_panel_fits_its_width_and_has_the_figures(
     display.step(record(600, layers, experts))
     now[0] = 40.0
     display.evaluation(600, 4.35, "val")
-    display.step(record(620, layers, experts))
+    display.step(record(620, layers, experts) | {"idle": 3})
     lines = panel(display, target)
     assert max(map(len, lines)) <= width and len(lines) <= 8
     text = " ".join(lines)
