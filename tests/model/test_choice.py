@@ -22,7 +22,7 @@ from tests.oracle import max_relative_error
 def a_stream(segments, draw=Draw(), tokens=None):  # noqa: B008 - immutable
     one = jnp.asarray(1.0)
     segments = jnp.asarray(segments, jnp.int32)
-    counts = Counts(one, one, one, one, one)
+    counts = Counts(one, one, one, one)
     return make_stream(segments, None, counts, Fold(), tokens, draw)
 
 
