@@ -190,14 +190,14 @@ def _moe_metrics(auxes: dict, buffers) -> dict:
     }
 
 
-def _metric_specs(model_cfg: ModelConfig, layout: Layout) -> dict:
+def _metric_specs(model_cfg: ModelConfig, layout: Layout, with_grads: bool) -> dict:
     """Returns the PartitionSpecs of a step's metrics."""
     specs: dict = {name: P() for name in SCALARS}
     if "M" in model_cfg.kinds():
         specs["moe"] = P()
         if model_cfg.moe.router.record:
             specs["routing"] = P(None, layout.fold.tokens or None)
-    return specs
+    return specs | ({"grads": layout.specs.params} if with_grads else {})
 
 
 def make_train_step(
@@ -247,13 +247,10 @@ def make_train_step(
         metrics: dict = dict(zip(SCALARS, values, strict=True))
         if any(auxes.values()):
             metrics["moe"] = _moe_metrics(auxes, buffers)
-        if chosen is not None:
-            metrics["routing"] = chosen
+        metrics |= {} if chosen is None else {"routing": chosen}
         return state, metrics | ({"grads": grads} if with_grads else {})
 
-    metric_specs = _metric_specs(model_cfg, layout)
-    if with_grads:
-        metric_specs["grads"] = layout.specs.params
+    metric_specs = _metric_specs(model_cfg, layout, with_grads)
     sharded = jax.shard_map(
         step,
         mesh=layout.mesh,
