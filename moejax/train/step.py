@@ -241,7 +241,7 @@ def _metric_specs(model_cfg: ModelConfig, layout: Layout, with_grads: bool) -> d
         specs["moe"] = P()
         if model_cfg.moe.router.record:
             specs["routing"] = P(None, layout.fold.tokens or None)
-    return specs
+    return specs | ({"grads": layout.specs.params} if with_grads else {})
 
 
 def make_train_step(
@@ -291,8 +291,7 @@ def make_train_step(
         metrics: dict = dict(zip(SCALARS, values, strict=True))
         if any(auxes.values()):
             metrics["moe"] = _moe_metrics(auxes, buffers, balances)
-        if chosen is not None:
-            metrics["routing"] = chosen
+        metrics |= {} if chosen is None else {"routing": chosen}
         return state, metrics | ({"grads": grads} if with_grads else {})
 
     metric_specs = _metric_specs(model_cfg, layout, with_grads)

@@ -239,6 +239,15 @@ def test_expert_choice_takes_the_best_tokens_of_each_row():
     np.testing.assert_array_equal(made.experts_tK, right)
     np.testing.assert_array_equal(made.load_E, (right < E).sum(axis=0))
     assert max_relative_error(made.weights_tK, np.where(right < E, 2 * scores, 0)) < 1e-6
+    c = np.random.default_rng(9).normal(size=(16, E))
+
+    def weighted(x):
+        weights = route(x, None, stream.valid_t, cfg, K, ids).weights_tK
+        return (weights * jnp.asarray(c, jnp.float32)).sum()
+
+    d_scores = np.where(right < E, 2 * c, 0)
+    wanted = scores * (d_scores - (d_scores * scores).sum(axis=1, keepdims=True))
+    assert max_relative_error(jax.grad(weighted)(x32), wanted) < 1e-5
 
 
 def test_sinkhorn_balances_rows_and_columns():

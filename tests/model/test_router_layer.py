@@ -184,26 +184,29 @@ def test_each_layer_routes_by_its_own_bias():
 
 
 def test_layers_are_numbered_through_the_whole_model():
-    """Of D, then DM twice and MM: hash_layers=2 hashes the first two MoE layers, of two stacks."""
-    router = RouterConfig(hash_layers=2, record="somewhere", jitter=0.1)
+    """Two dense layers, then MM or DM twice; a mark is a MoE layer that chooses by token id."""
+    router = RouterConfig(record="somewhere")
     cfg = ModelConfig(
         vocab_size=16, dim=16, num_layers=6, first_k_dense=2, pattern="MM", ffn_dim=16,
         attention=AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=8),
         moe=MoEConfig(num_experts=8, top_k=2, ffn_dim=8, router=router),
     )  # fmt: skip
-    for pattern, hashed in (("MM", ("block_0", "block_1")), ("DM", ("block_1",))):
-        model = Transformer(replace(cfg, pattern=pattern), precision=FLOAT32, rngs=nnx.Rngs(0))
+    marks = {
+        ("MM", 3): {"block_0": [True, True], "block_1": [True, False]},
+        ("DM", 1): {"block_1": [True, False]},
+    }
+    for (pattern, hashed), right in marks.items():
+        moe = replace(cfg.moe, router=replace(router, hash_layers=hashed))
+        changed = replace(cfg, pattern=pattern, moe=moe)
+        model = Transformer(changed, precision=FLOAT32, rngs=nnx.Rngs(0))
         tokens = jnp.arange(16, dtype=jnp.int32)[None]
-        places, counts = tokens, one_microbatch(count_batch(tokens + 1, tokens, Fold()))
-        _, aux = model.hidden(tokens, tokens + 1, places, counts)
-        table = None
-        for block in ("block_0", "block_1")[pattern == "DM" :]:
+        counts = one_microbatch(count_batch(tokens + 1, tokens, Fold()))
+        _, aux = model.hidden(tokens, jnp.ones_like(tokens), tokens, counts)
+        assert set(aux["stack_1"]) == set(right) and not aux["stack_0"]
+        for block, by_table in right.items():
             table = getattr(model.stack_1, block).moe.hash_table[...]
             assert table.shape == (2, 16, 2)
-            for unit in range(2):
-                chosen = aux["stack_1"][block]["experts"][unit].astype(jnp.int32)
-                same = bool((chosen == table[unit][tokens[0]]).all())
-                assert same == (unit == 0 or pattern == "DM"), (pattern, block, unit)
-        assert set(aux["stack_1"]) == set(hashed) and not aux["stack_0"]
-        assert table is not None
-        assert not np.array_equal(table[0], table[1]), "each layer has a table of its own"
+            assert not np.array_equal(table[0], table[1]), "each layer has a table of its own"
+            chosen = aux["stack_1"][block]["experts"].astype(jnp.int32)
+            same = [bool((chosen[u] == table[u][tokens[0]]).all()) for u in range(2)]
+            assert same == by_table, (pattern, block)

@@ -45,7 +45,11 @@ def test_another_fold_follows_the_choices_of_one_device(folder):
         np.testing.assert_allclose(
             record["load"], np.asarray(counts) / np.sum(counts[0]), atol=1e-5
         )
-    followed = trained(folder, "replays", fold=True, replay=str(files))
+    copy = folder / "copy"
+    followed = trained(folder, "replays", fold=True, replay=str(files), record=str(copy))
+    for n in range(STEPS):  # a fold, with two microbatches, writes the same file
+        again = replay.load(copy, n + 1, (ROWS, LENGTH, LAYERS, K), E)
+        np.testing.assert_array_equal(again, written[n])
     for mine, right in zip(followed, chose, strict=True):
         np.testing.assert_array_equal(mine["load"], right["load"])
         assert max_relative_error(mine["loss"], right["loss"]) < 5e-6
