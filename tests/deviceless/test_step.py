@@ -75,7 +75,7 @@ def test_the_inspector_finds_nothing_wrong():
     assert not [r for r in reports if r.wrong]
     for report in reports:
         assert report.registers > 0 and report.shared > 0 and report.floor_us > 0
-        assert (report.instructions > 0) == report.kernel.startswith("grouped_gemm")
+        assert (report.instructions > 0) == report.kernel.startswith(("grouped_gemm", "grouped_mlp"))
         assert (report.tensor_columns > 0) == (
-            report.gpu == "gb300" and report.kernel.startswith("grouped_gemm")
+            report.gpu == "gb300" and report.kernel.startswith(("grouped_gemm", "grouped_mlp"))
         )

@@ -178,5 +178,6 @@ def test_every_candidate_of_blackwell_compiles_without_spills(capsys):
     shape = "1024,512,512,4"
     assert tune.main(["--dry-run", "--compile", "--gpu", "gb300", "--shape", shape]) == 0
     said = capsys.readouterr().out.splitlines()
+    # Four products and a weight gradient of each of two sizes: pairs share in the products alone.
     kernels = [line for line in said if line.startswith("grouped_gemm")]
-    assert len(kernels) == 12 and all("gb300" in line for line in kernels)
+    assert len(kernels) == 10 and all("gb300" in line for line in kernels)
