@@ -23,6 +23,11 @@ def mine(count, core, cores: int):
     return turns, lambda turn: turn * cores + place(turn)
 
 
+def following(item, cores: int):
+    """The item that a core takes after this one, there or not (see `mine`)."""
+    return 2 * cores * (lax.div(item, jnp.int32(cores)) + 1) - 1 - item
+
+
 def bounds(group_sizes_G, num_rows):
     """Returns (starts, ends) of the groups' rows, clipped to the rows that exist."""
     ends_G = jnp.minimum(jnp.cumsum(group_sizes_G, dtype=jnp.int32), num_rows)

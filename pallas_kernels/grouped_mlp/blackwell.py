@@ -64,6 +64,7 @@ from pallas_kernels.grouped_gemm.blackwell_loop import (
     varying_as,
 )
 from pallas_kernels.grouped_gemm.tiles import Tiles, choose
+from pallas_kernels.grouped_gemm.work import following
 from pallas_kernels.swiglu.reference import activate, slopes
 
 OLDEST_JAX = gemm.OLDEST_JAX
@@ -215,7 +216,7 @@ def _gradient_kernel(
 
         def piece(p, total):
             last, slot, first = p == per_item - 1, lax.rem(p, jnp.int32(2)), n * per_item + p
-            fetch(item + jnp.where(last, tiles.cores, 0), jnp.where(last, 0, p + 1))
+            fetch(jnp.where(last, following(item, tiles.cores), item), jnp.where(last, 0, p + 1))
             plgpu.barrier_wait(s.fetched.at[slot])
             operands = read(p * _PIECE, _PIECE), h_smem[slot, 0], h_smem[slot, 1]
             results, dweight = _slopes(*operands, weight, num_cols - first * _PIECE)

@@ -26,7 +26,7 @@ FLOAT32 = PrecisionConfig(compute_dtype="float32")
 
 def a_stream(rows: int, length: int, grid: Fold = Fold()):  # noqa: B008 - frozen
     one, ids = jnp.asarray(1.0), jnp.ones((rows, length), jnp.int32)
-    return make_stream(ids, None, Counts(one, one, one, one, one), grid)
+    return make_stream(ids, None, Counts(one, one, one, one), grid)
 
 
 def test_the_linear_bias_is_added_to_the_logits():

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.gpu import zipf_sizes
 from pallas_kernels.deviceless import GPUS
 from pallas_kernels.grouped_gemm.tiles import choose
-from pallas_kernels.grouped_gemm.work import by_size, mine
+from pallas_kernels.grouped_gemm.work import by_size, following, mine
 from pallas_kernels.inspect import GROUPS, ROWS, SHAPES
 
 H100 = GPUS["h100"]
@@ -20,6 +20,8 @@ def test_every_item_is_one_cores(count, cores):
     for core in range(cores):
         turns, item = mine(jnp.int32(count), jnp.int32(core), cores)
         seen.append([int(item(jnp.int32(turn))) for turn in range(int(turns))])
+        after = [int(following(jnp.int32(i), cores)) for i in seen[-1]]
+        assert after[:-1] == seen[-1][1:] and all(i >= count for i in after[-1:])
     assert sorted(sum(seen, [])) == list(range(count))
     assert max(map(len, seen)) - min(map(len, seen)) <= 1
 
