@@ -50,10 +50,10 @@ every = pytest.mark.parametrize("impl", IMPLS.values(), ids=IMPLS)
 
 
 @contextlib.contextmanager
-def dirty(interpreted: bool) -> Generator[None]:
+def dirty(interpreted: bool, races: bool = True) -> Generator[None]:
     """New memory holds NaN: the interpreter's, or the pages that XLA will reuse."""
     if interpreted:
-        with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=races)):
             yield
         return
     arrays = [jnp.full((size,), jnp.nan) for size in (1 << 8, 1 << 14, 1 << 18, 1 << 22) * 3]
@@ -74,7 +74,8 @@ def check(impl: Impl, sizes, x, w, dy, wanted=None) -> None:
         return y, *back(dy)
 
     for _ in range(2):
-        with dirty(impl.dtype == "bfloat16"):
+        # Hundreds of groups take a minute with the search for races, and hold none that two do not.
+        with dirty(impl.dtype == "bfloat16", races=len(sizes) < 300):
             y, dx, dw = (np.asarray(a, np.float64) for a in step(x, w, dy, sizes_G))
         assert not y[total:].any() and not dx[total:].any()
         assert not dw[np.asarray(sizes) == 0].any()
@@ -150,7 +151,7 @@ def test_d14_unaligned_groups(impl, sizes):
     x = jnp.asarray(np.broadcast_to(row[:, None], (M, K)), impl.dtype)
     w = jnp.asarray(np.broadcast_to(matrix[:, None, None], (G, K, N)), impl.dtype)
     y = jnp.asarray(row * matrix[group] * K, impl.dtype)
-    with dirty(impl.dtype == "bfloat16"):
+    with dirty(impl.dtype == "bfloat16", races=G < 300):
         found = jax.jit(impl.run)(x, w, jnp.asarray(sizes, jnp.int32))
     assert (np.asarray(found) == np.asarray(y)[:, None]).all()
     check(impl, sizes, *drawn(impl, M, K, N, G))
