@@ -48,6 +48,8 @@ from pallas_kernels import RouterOptions
 
 LOAD_LOSSES = ("batch_loss", "sequence_loss", "global_loss")
 LOSSES = (*LOAD_LOSSES, "z_loss")
+EVENERS = ("batch_coeff", "sequence_coeff", "global_coeff", "bias_rate", "quantile_rate")
+"""What of the configuration evens the load."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,9 +78,8 @@ class BalanceConfig:
                 raise ValueError(f"balance.{name}={value} must be finite and not negative")
         if self.quantile_rate > 1:
             raise ValueError(f"balance.quantile_rate={self.quantile_rate} is not in 0..1")
-        rivals = ("batch_coeff", "sequence_coeff", "global_coeff", "bias_rate")
-        for name in rivals if self.quantile_rate else ():
-            if getattr(self, name):
+        for name in EVENERS if self.quantile_rate else ():
+            if name != "quantile_rate" and getattr(self, name):
                 raise ValueError(
                     f"balance.quantile_rate={self.quantile_rate} evens the load alone: set "
                     f"balance.{name}={getattr(self, name)} to 0"

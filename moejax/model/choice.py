@@ -28,6 +28,7 @@ def choose(
     top_k: int,
     fold: Fold,
     table_VK: Int[Array, "V K"] | None = None,
+    bias_on: str = "scores",
 ) -> Int[Array, "t _"] | None:
     """Returns the experts of each token, or None where they are the token's own top-k."""
     num_experts, logits_tE = logits_tE.shape[1], lax.stop_gradient(logits_tE)
@@ -38,9 +39,9 @@ def choose(
     if cfg.force == "skewed":
         return skewed(stream.number_t, num_experts, top_k)
     if table_VK is not None:
-        own_tK = route(logits_tE, bias_E, stream.valid_t, cfg, top_k).experts_tK
+        own = route(logits_tE, bias_E, stream.valid_t, cfg, top_k, bias_on=bias_on)
         hashed = stream.layer < jnp.asarray(cfg.hash_layers, jnp.int32)
-        return jnp.where(hashed, table_VK[stream.ids_t], own_tK)
+        return jnp.where(hashed, table_VK[stream.ids_t], own.experts_tK)
     if cfg.selection == "expert_choice":
         return expert_choice(logits_tE, stream, cfg, top_k, fold)
     if cfg.selection == "sinkhorn" and stream.key is not None:

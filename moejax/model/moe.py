@@ -11,7 +11,7 @@ from moejax.core import params
 from moejax.core.mesh import Fold
 from moejax.core.precision import PrecisionConfig
 from moejax.model import balance, capacity, choice, router
-from moejax.model.balance import BalanceConfig
+from moejax.model.balance import EVENERS, BalanceConfig
 from moejax.model.dispatch import DISPATCHERS
 from moejax.model.experts import Experts
 from moejax.model.mlp import MLP
@@ -19,7 +19,6 @@ from moejax.model.router import RouterConfig, route
 from moejax.model.stream import Stream
 from pallas_kernels import linear
 
-RIVALS = ("batch_coeff", "sequence_coeff", "global_coeff", "bias_rate", "quantile_rate")
 Aux = dict[str, Float[Array, "..."]]
 
 
@@ -84,7 +83,7 @@ class MoEConfig:
         selection = self.router.selection
         if selection == "top_k":
             return
-        on = [name for name in RIVALS if getattr(self.balance, name)]
+        on = [name for name in EVENERS if getattr(self.balance, name)]
         if on:
             raise ValueError(
                 f"router.selection={selection!r} balances the experts itself: set "
@@ -175,7 +174,7 @@ class MoE(nnx.Module):
         bias_E = self.bias[...] if balances.biased else None
         table_VK = self.hash_table[...] if cfg.hash_layers else None
         given_tK = choice.choose(
-            logits_tE, bias_E, stream, cfg, self.cfg.top_k, self.fold, table_VK
+            logits_tE, bias_E, stream, cfg, self.cfg.top_k, self.fold, table_VK, balances.bias_on
         )
         return route(
             logits_tE, bias_E, stream.valid_t, cfg, self.cfg.top_k, given_tK, balances.bias_on

@@ -342,3 +342,15 @@ def test_settings_that_cannot_be_are_refused_in_one_line(router, moe, message):
     with pytest.raises(ValueError, match=message) as refusal:
         MoEConfig(router=RouterConfig(**router), **moe)
     assert "\n" not in str(refusal.value)
+
+
+def test_layers_that_are_not_hashed_add_the_bias_where_the_others_do():
+    """Quantile balancing adds it to the logits: 4 and 3 of [4 3.9 0 0] + [0 -3 0 3.5] are first."""
+    x = jnp.tile(jnp.asarray([[4.0, 3.9, 0.0, 0.0]]), (3, 1))
+    bias, cfg = jnp.asarray([0.0, -3.0, 0.0, 3.5]), RouterConfig(hash_layers=1)
+    stream = a_stream(np.ones((1, 3)))._replace(layer=1, ids_t=jnp.zeros(3, jnp.int32))
+    table = jnp.zeros((1, 2), jnp.int32)
+    made = choice.choose(x, bias, stream, cfg, 2, Fold(), table, "logits")
+    np.testing.assert_array_equal(made, [[0, 3]] * 3)
+    on_scores = choice.choose(x, bias, stream, cfg, 2, Fold(), table)
+    np.testing.assert_array_equal(on_scores, [[3, 0]] * 3)
