@@ -49,10 +49,9 @@ from pallas_kernels.grouped_gemm.blackwell_loop import (
     scratch_types,
     store_rows,
     tile_rows,
-    varies_nowhere,
-    varying_as,
 )
 from pallas_kernels.grouped_gemm.tiles import ByOp, Tiles, of
+from pallas_kernels.varying import varies_nowhere, varying_as
 
 OLDEST_JAX = (0, 12)
 # Rows are lanes of tensor memory, two sums of these columns fill its 512, and the depth is one

@@ -41,7 +41,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -275,17 +274,6 @@ def store_rows(sends, skip, row, num_rows) -> None:
 def padded(a, multiples):
     pads = [(0, -size % m) for size, m in zip(a.shape, multiples, strict=True)]
     return jnp.pad(a, pads) if any(after for _, after in pads) else a
-
-
-def varying_as(y, *operands):
-    """y, as varying as the operands are inside shard_map(check_vma=True), which plgpu.kernel never
-    says of its output: a slice that starts at zeros of theirs, to XLA y itself."""
-    zero = sum(lax.full_like(a, 0, shape=(), dtype=jnp.int32) for a in operands)
-    return y if varies_nowhere(zero) else lax.dynamic_slice_in_dim(y, zero, y.shape[0])
-
-
-def varies_nowhere(x) -> bool:
-    return not jax.typeof(x).manual_axis_type.varying
 
 
 def scratch_types(tiles: Tiles, a_tile, b_tile, dtype, out: tuple[int, int], out_dtype=None):

@@ -34,11 +34,11 @@ import jax.numpy as jnp
 import jax_triton
 import triton
 import triton.language as tl
-from jax import lax
 from jax.interpreters import partial_eval
 
 from pallas_kernels.deviceless import Gpu
 from pallas_kernels.grouped_gemm.work import by_size, row_tiles
+from pallas_kernels.varying import varying_as
 
 # What a plain CUDA 12 assembler and driver take; Triton would write for the newest that it knows.
 _PTX_VERSION, _BLACKWELL_PTX_VERSION = 80, 88
@@ -199,14 +199,7 @@ def _call(kernel, args, out_type, blocks, gpu: Gpu | None, cut: Cut, sizes):
         **sizes,
         **{size: getattr(cut, size) for size in ("rows", "cols", "depth", "band")},
     )
-    return _varying_as(y, args)
-
-
-def _varying_as(y, operands):
-    """y, as varying as the operands are inside shard_map(check_vma=True), which the call does not
-    say of its result: a slice that starts at zeros of theirs, to XLA y itself."""
-    zero = sum(lax.full_like(a, 0, shape=(), dtype=jnp.int32) for a in operands)
-    return lax.dynamic_slice_in_dim(y, zero, y.shape[0])
+    return varying_as(y, *args)
 
 
 def product(x_MD, w, group_sizes_G, transposed: bool, gpu: Gpu | None, cut: Cut | None = None):

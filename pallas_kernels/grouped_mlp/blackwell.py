@@ -61,11 +61,11 @@ from pallas_kernels.grouped_gemm.blackwell_loop import (
     row_tiles,
     scratch_types,
     tile_rows,
-    varying_as,
 )
 from pallas_kernels.grouped_gemm.tiles import Tiles, choose
 from pallas_kernels.grouped_gemm.work import following
 from pallas_kernels.swiglu.reference import activate, slopes
+from pallas_kernels.varying import varying_as
 
 OLDEST_JAX = gemm.OLDEST_JAX
 _PIECE = 32  # columns of h that the gradient's epilogue holds at once, and asks for ahead

@@ -1,13 +1,11 @@
 """The train step, compiled by the real GPU compiler for GPUs that are not there."""
 
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 
 from pallas_kernels import inspect
+from tests.deviceless.child import printed
 
 pytestmark = pytest.mark.deviceless
 
@@ -21,19 +19,6 @@ KERNELS = {
     "router",
     "unpermute",
 }
-
-
-def compiled(*arguments: str) -> str:
-    """Returns the program that the child process prints."""
-    child = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.deviceless.compile_step", *arguments],
-        capture_output=True,
-        text=True,
-        env=child | {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
 
 
 def check_kernels(program: str) -> None:
@@ -52,7 +37,7 @@ def check_kernels(program: str) -> None:
 @pytest.mark.parametrize("gpu", ["h100", "gb300"])
 def test_the_demo_runs_our_kernels_on_one_gpu(gpu):
     """No product of its program is expanded over the experts: none has all of w_in or w_out."""
-    program = compiled(gpu)
+    program = printed("compile_step", gpu)
     check_kernels(program)
     products = re.findall(r"(?:dot\(|__cublas\$|__triton_gemm).*", program)
     assert products and not any("[16,256,512]" in p or "[16,256,256]" in p for p in products)
@@ -64,7 +49,7 @@ def test_the_demo_runs_our_kernels_on_one_gpu(gpu):
 )
 def test_the_folded_step_compiles_for_gpus(dispatch, collective):
     """Each dispatcher becomes its own collective."""
-    program = compiled("h100", dispatch)
+    program = printed("compile_step", "h100", dispatch)
     check_kernels(program)
     assert f" {collective}" in program
     assert (" ragged-all-to-all" in program) == (dispatch == "ragged")

@@ -4,10 +4,7 @@ bfloat16 operands, compared with the reference in float32: results in bfloat16 a
 rounded once, so within 2^-8 of a value, and a unit more where the sums fall on two sides of a tie.
 """
 
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
 
@@ -20,6 +17,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.grouped_gemm import blackwell, blackwell_loop, reference
+from tests.deviceless.child import printed
 from tests.oracle import max_relative_error
 
 TILES = replace(blackwell.DEFAULT, cols=128, stages=2, snake=2, cores=2)
@@ -206,19 +204,11 @@ def test_refusal_names_what_is_wrong():
 )
 def test_compiles_without_spills(gpu, shape, tmp_path):
     """All six kernels: tensor cores used, no local memory, within shared and tensor memory."""
-    child = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"} | {
-        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
-        "MOSAIC_GPU_DUMP_TO": str(tmp_path),
-        "MOSAIC_GPU_DUMP_PTXAS": "1",
-    }
-    module = "tests.deviceless.compile_grouped_gemm_blackwell"
-    command = [sys.executable, "-m", module, gpu, *map(str, shape)]
-    done = subprocess.run(command, capture_output=True, text=True, env=child)
-    assert done.returncode == 0, done.stderr[-3000:]
+    said = printed("compile_grouped_gemm_blackwell", gpu, *shape, dump=tmp_path)
     _, K, N, G = shape
     in_place = 4 * G * K * N if K % 64 == N % 64 == 0 else None
     if in_place:
-        assert f"aliased bytes: {in_place}" in done.stdout
+        assert f"aliased bytes: {in_place}" in said
     # The three kinds of report number the kernels each in an order of its own.
     read = lambda kind: [p.read_text(errors="replace") for p in tmp_path.glob(f"*.{kind}")]  # noqa: E731
     codes, reports, budgets = read("ptx"), read("ptxas"), read("resources.txt")

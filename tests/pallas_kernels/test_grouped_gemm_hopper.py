@@ -3,10 +3,7 @@
 The interpreter fills new buffers with NaN, so what a kernel forgets to write shows.
 """
 
-import os
 import re
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_gemm import hopper, reference, work
 from pallas_kernels.grouped_gemm.tiles import Tiles, choose
+from tests.deviceless.child import printed
 from tests.oracle import max_relative_error
 
 SMALL = Tiles(rows=128, cols=64, depth=64, stages=2, snake=2, cores=2)
@@ -193,15 +191,7 @@ def test_tiles():
 def test_it_assembles_without_spills(shape, tmp_path):
     """All kernels, inside a shard_map. Neither the compiler nor the assembler gave up on anything:
     no spills, no local memory, no product made to wait for the one before."""
-    child = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"} | {
-        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
-        "MOSAIC_GPU_DUMP_TO": str(tmp_path),
-        "MOSAIC_GPU_DUMP_PTXAS": "1",
-    }
-    module = "tests.deviceless.compile_grouped_gemm_hopper"
-    command = [sys.executable, "-m", module, *map(str, shape)]
-    done = subprocess.run(command, capture_output=True, text=True, env=child)
-    assert done.returncode == 0, done.stderr[-3000:]
+    said = printed("compile_grouped_gemm_hopper", *shape, dump=tmp_path)
     names = sorted(path.stem for path in tmp_path.glob("*.ptx"))
     kernels = ("forward", "input_gradient", "weight_gradient", "weight_gradient")
     assert [re.sub(r"_\d+$", "", name) for name in names] == [f"grouped_gemm_{k}" for k in kernels]
@@ -216,5 +206,5 @@ def test_it_assembles_without_spills(shape, tmp_path):
     ]
     assert len(added) == 1 and "weight" in added[0]
     _, K, N, G = shape
-    aliased, temporary = map(int, done.stdout.split("accumulate ")[1].split())
+    aliased, temporary = map(int, said.split("accumulate ")[1].split())
     assert aliased == G * K * N * 4 and temporary < 2**16

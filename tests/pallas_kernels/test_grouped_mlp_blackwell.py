@@ -5,10 +5,7 @@ bfloat16, each by up to 2^-9 of a value; results are sums of such terms, rounded
 largest error stays below 2^-6 of the largest value. Rows past the groups' sum are NaN.
 """
 
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
 
@@ -24,6 +21,7 @@ from pallas_kernels import swiglu
 from pallas_kernels.grouped_gemm import blackwell as gemm
 from pallas_kernels.grouped_gemm.blackwell_loop import row_tiles
 from pallas_kernels.grouped_mlp import blackwell, reference
+from tests.deviceless.child import printed
 from tests.oracle import max_relative_error
 from tests.pallas_kernels.reshaped import allow_reshaped_reads
 
@@ -184,15 +182,7 @@ def test_refusal_names_what_is_wrong():
 @pytest.mark.parametrize("shape", [(8192, 2048, 768, 16), (8192, 2880, 2880, 8), (1, 8, 8, 1)])
 def test_compiles_without_spills(gpu, shape, tmp_path):
     """Both kernels, and those of the grouped GEMM, inside shard_map(check_vma=True)."""
-    child = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"} | {
-        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
-        "MOSAIC_GPU_DUMP_TO": str(tmp_path),
-        "MOSAIC_GPU_DUMP_PTXAS": "1",
-    }
-    module = "tests.deviceless.compile_grouped_mlp_blackwell"
-    command = [sys.executable, "-m", module, gpu, *map(str, shape)]
-    done = subprocess.run(command, capture_output=True, text=True, env=child)
-    assert done.returncode == 0, done.stderr[-3000:]
+    printed("compile_grouped_mlp_blackwell", gpu, *shape, dump=tmp_path)
     names = {re.sub(r"_\d+$", "", p.stem) for p in tmp_path.glob("*.ptx")}
     assert {"grouped_mlp_forward", "grouped_mlp_gradient", "grouped_gemm_forward"} <= names
     read = lambda kind: [p.read_text(errors="replace") for p in tmp_path.glob(f"*.{kind}")]  # noqa: E731

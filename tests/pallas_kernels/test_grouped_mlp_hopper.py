@@ -3,10 +3,7 @@
 The interpreter fills new buffers with NaN, so what a kernel forgets to write shows.
 """
 
-import os
 import re
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +16,7 @@ from pallas_kernels.grouped_gemm import reference as gemm_reference
 from pallas_kernels.grouped_gemm.tiles import Tiles, choose
 from pallas_kernels.grouped_mlp import hopper, reference
 from pallas_kernels.swiglu import swiglu
+from tests.deviceless.child import printed
 from tests.oracle import max_relative_error
 
 SMALL = Tiles(rows=128, cols=128, depth=64, stages=2, snake=2, cores=2)
@@ -160,15 +158,7 @@ def test_refusals(shape, dtype, reason):
 def test_it_assembles_without_spills(shape, tmp_path):
     """All kernels, inside a shard_map. Neither the compiler nor the assembler gave up on anything:
     no spills, no local memory, no product made to wait for the one before."""
-    child = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"} | {
-        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
-        "MOSAIC_GPU_DUMP_TO": str(tmp_path),
-        "MOSAIC_GPU_DUMP_PTXAS": "1",
-    }
-    module = "tests.deviceless.compile_grouped_mlp_hopper"
-    command = [sys.executable, "-m", module, *map(str, shape)]
-    done = subprocess.run(command, capture_output=True, text=True, env=child)
-    assert done.returncode == 0, done.stderr[-3000:]
+    printed("compile_grouped_mlp_hopper", *shape, dump=tmp_path)
     names = sorted(path.stem for path in tmp_path.glob("*.ptx"))
     kernels = {re.sub(r"_\d+$", "", name) for name in names}
     assert kernels >= {"grouped_mlp_forward", "grouped_mlp_gradient"} and len(names) == 6

@@ -5,10 +5,7 @@ one). A gathered row is a copy, so permute is exact; sums carry the tolerances o
 """
 
 import itertools
-import os
 import re
-import subprocess
-import sys
 from functools import partial
 
 import jax
@@ -20,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import deviceless
 from pallas_kernels.permute import mosaic, reference
+from tests.deviceless.child import printed
 from tests.oracle import max_relative_error
 
 TOLERANCE = {"float32": 1e-6, "bfloat16": 2.0**-7}
@@ -205,18 +203,7 @@ def test_plans_fit():
 @pytest.mark.parametrize(("dim", "dtype"), [(2048, "bfloat16"), (7168, "bfloat16")])
 def test_compiles_without_spills(gpu, dim, dtype, tmp_path):
     """The real compiler and assembler: registers hold everything, row offsets have 64 bits."""
-    child = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"} | {
-        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
-        "MOSAIC_GPU_DUMP_TO": str(tmp_path),
-        "MOSAIC_GPU_DUMP_PTXAS": "1",
-    }
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.deviceless.compile_permute", gpu, str(dim), dtype],
-        capture_output=True,
-        text=True,
-        env=child,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    printed("compile_permute", gpu, dim, dtype, dump=tmp_path)
     reports = [path.read_text() for path in sorted(tmp_path.glob("*.ptxas"))]
     names = [re.findall(r"entry function '(\w+)_mosaic_gpu_kernel'", text) for text in reports]
     assert {name for [name] in names} == {"permute", "unpermute", "unpermute_gradient"}

@@ -3,10 +3,7 @@
 The simulation compares with numpy in float64, and looks for data races (an error if it finds one).
 """
 
-import os
 import re
-import subprocess
-import sys
 from functools import partial
 
 import jax
@@ -18,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import RouterOptions, deviceless
 from pallas_kernels.router import mosaic, reference
+from tests.deviceless.child import printed
 from tests.pallas_kernels.test_router import DEEPSEEK, check, inputs, oracle
 
 route = partial(mosaic.route, num_sms=1)  # four blocks
@@ -183,20 +181,9 @@ def test_plans_fit():
 @pytest.mark.parametrize("gpu", ["h100", "gb300"])
 def test_compiles_without_spills(gpu, tmp_path):
     """The real compiler and assembler: registers hold everything, of the largest router too."""
-    child = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"} | {
-        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
-        "MOSAIC_GPU_DUMP_TO": str(tmp_path),
-        "MOSAIC_GPU_DUMP_PTXAS": "1",
-    }
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.deviceless.compile_router", gpu],
-        capture_output=True,
-        text=True,
-        env=child,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    said = printed("compile_router", gpu, dump=tmp_path)
     reports = [path.read_text(errors="replace") for path in tmp_path.glob("*.ptxas")]
-    assert len(reports) == len(done.stdout.split()) == 7
+    assert len(reports) == len(said.split()) == 7
     target = "sm_{}{}a".format(*deviceless.GPUS[gpu].capability)
     for report in reports:
         assert re.findall(r"entry function '(\w+)_mosaic_gpu_kernel'", report) == ["router"]
