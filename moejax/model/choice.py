@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from moejax.core import collectives
 from moejax.core.mesh import Fold
 from moejax.model.capacity import capacity_b
-from moejax.model.router import RouterConfig, route
+from moejax.model.router import RouterConfig, Routing, route
 from moejax.model.stream import Stream, my_tokens
 from pallas_kernels import log_scores
 
@@ -50,6 +50,32 @@ def choose(
         _, experts_bLK = lax.top_k(scores_bLE, top_k)
         return my_tokens(experts_bLK.reshape(-1, top_k), fold)
     return None
+
+
+def recall(
+    live: Routing, stream: Stream, cfg: RouterConfig, top_k: int, fold: Fold
+) -> Routing:
+    """Returns the routing that counts: of a layer that is computed again, with the experts of the
+    first time, whatever it would choose now. How often that is the same, the probe is told."""
+    made, agreed = live, live.load_E.sum()
+    if stream.recalled_tK is not None:
+        first_tK, num_experts = stream.recalled_tK, live.logits_tE.shape[1]
+        made = route(live.logits_tE, None, stream.valid_t, cfg, top_k, first_tK)
+        made = made._replace(plain=live.plain)
+        agreed = ((live.experts_tK == first_tK) & (first_tK < num_experts)).sum()
+    if stream.probe is None:
+        return made
+    agreed = collectives.vary(agreed.astype(stream.probe.dtype), fold.all)
+    return made._replace(weights_tK=_tell(made.weights_tK, stream.probe, agreed))
+
+
+@jax.custom_vjp
+def _tell(x: Array, probe: Float[Array, ""], value: Float[Array, ""]) -> Array:
+    """Returns x; the gradient of the probe is the value, so that a backward pass can report it."""
+    return x
+
+
+_tell.defvjp(lambda x, probe, value: (x, value), lambda value, dx: (dx, value, None))
 
 
 def rows(x_t: Array, stream: Stream, fold: Fold) -> Array:

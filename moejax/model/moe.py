@@ -138,15 +138,13 @@ class MoE(nnx.Module):
             self.w_gate = params.normal(rngs, (dim, 1), ("embed", "gate"), std, precision)
 
     def __call__(self, x_tD: Float[Array, "t D"], stream: Stream) -> tuple[Array, Aux]:
-        """Returns (y_tD, {losses of `balance`, "load_E", "dropped", "overflow"}: this device's
-        shares)."""
+        """Returns (y_tD, {losses of `balance`, "load_E", "dropped", "overflow": this device's
+        shares; "experts": what was chosen, before capacity drops any})."""
         cfg, fold, dispatcher = self.cfg, self.fold, DISPATCHERS[self.cfg.dispatch]
         routing = self._route(x_tD, stream)
         aux = balance.losses(routing, stream, cfg.balance, fold, self.load_before[...])
         if cfg.balance.quantile_rate:
             aux |= {"threshold_E": balance.thresholds(routing, self.bias[...], stream, fold)}
-        if cfg.router.record:  # floats, as all of aux: exact up to 2^24 experts
-            aux |= {"experts": routing.experts_tK.astype(jnp.float32)}
         experts_tK, weights_tK = capacity.keep(routing, cfg.num_experts, cfg.router, stream, fold)
         with jax.named_scope("dispatch"):
             sent_tD = linear(x_tD, self.w_down[...]) if cfg.latent_dim else x_tD
@@ -161,6 +159,7 @@ class MoE(nnx.Module):
             n.astype(jnp.float32) / fold.degree("etp") for n in (rows.num_slots, rows.overflow)
         )
         aux |= {"dropped": aux["load_E"].sum() - arrived, "overflow": overflow}
+        aux["experts"] = routing.experts_tK
         return (y_tD + self._shared(x_tD) if cfg.shared_ffn_dim else y_tD), aux
 
     @jax.named_scope("route")
@@ -176,9 +175,10 @@ class MoE(nnx.Module):
         given_tK = choice.choose(
             logits_tE, bias_E, stream, cfg, self.cfg.top_k, self.fold, table_VK, balances.bias_on
         )
-        return route(
+        routing = route(
             logits_tE, bias_E, stream.valid_t, cfg, self.cfg.top_k, given_tK, balances.bias_on
         )
+        return choice.recall(routing, stream, cfg, self.cfg.top_k, self.fold)
 
     def _shared(self, x_tD):
         y_tD = self.shared(x_tD)

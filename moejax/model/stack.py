@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax import lax
 
-Layer = Callable[..., tuple[Any, Any]]
+Layer = Callable[..., tuple[Any, Any, Any]]
 REMAT = ("none", "full")
 
 
@@ -41,18 +41,32 @@ def restore(tree, known):
     return jax.tree.map(back, tree, is_leaf=is_known)
 
 
+def _split(layer: Layer, buffers, shared, choices=None):
+    """Returns (weights, x) -> ((y, aux), choices)."""
+
+    def split(weights, x):
+        y, aux, made = layer(weights, buffers, x, shared, choices)
+        return (y, aux), made
+
+    return split
+
+
 def forward(layer: Layer, weights, buffers, x, shared, remat: str):
-    """Returns (y, aux, saved): one layer, and what its backward needs beside the known arrays."""
+    """Returns (y, aux, choices, saved): one layer, and what its backward needs beside the known
+    arrays."""
+    run = _split(layer, buffers, shared)
     if remat == "full":
-        return *layer(weights, buffers, x, shared), x
-    (y, aux), vjp = jax.vjp(lambda w, x: layer(w, buffers, x, shared), weights, x)
-    return y, aux, strip(vjp, (weights, buffers, shared))
+        (y, aux), choices = run(weights, x)
+        return y, aux, choices, (x, choices)
+    (y, aux), vjp, choices = jax.vjp(run, weights, x, has_aux=True)
+    return y, aux, choices, strip(vjp, (weights, buffers, shared))
 
 
 def backward(layer: Layer, weights, buffers, saved, shared, cotangents, remat: str):
     """Returns (d_weights, d_x) from what `forward` saved and the cotangents of (y, aux)."""
     if remat == "full":
-        _, vjp = jax.vjp(lambda w, x: layer(w, buffers, x, shared), weights, saved)
+        x, choices = saved
+        _, vjp, _ = jax.vjp(_split(layer, buffers, shared, choices), weights, x, has_aux=True)
     else:
         vjp = restore(saved, (weights, buffers, shared))
     return vjp(cotangents)
@@ -68,30 +82,36 @@ def scan_layers(
     *,
     remat: str = "none",
 ):
-    """Returns (y, aux): x through every layer of stacked `params` and `buffers`, aux stacked.
+    """Returns (y, aux, choices): x through every layer of stacked `params` and `buffers`, aux and
+    choices stacked.
 
-    `layer(weights, buffers, x, shared) -> (y, aux)` is pure; aux is a tree of floats; x and params
-    get gradients, buffers and shared do not. `weights_of(params)` turns one layer's stored
-    parameters into the weights it uses. remat "full" saves x alone and computes the layer again.
+    `layer(weights, buffers, x, shared, choices) -> (y, aux, choices)` is pure; its choices are None
+    the first time. aux is a tree of floats; x and params get gradients, buffers, shared and choices
+    do not. `weights_of(params)` turns one layer's stored parameters into the weights it uses. remat
+    "full" saves x and choices alone and computes the layer again.
     """
 
     @jax.custom_vjp
     def run(params, x, buffers, shared):
-        step = lambda x, state: layer(weights_of(state[0]), state[1], x, shared)  # noqa: E731
-        return lax.scan(step, x, (params, buffers))
+        def step(x, layer_state):
+            y, aux, choices = layer(weights_of(layer_state[0]), layer_state[1], x, shared, None)
+            return y, (aux, choices)
+
+        y, (aux, choices) = lax.scan(step, x, (params, buffers))
+        return y, aux, choices
 
     def run_forward(params, x, buffers, shared):
         def step(x, layer_state):
             p, b = layer_state
-            y, aux, saved = forward(layer, weights_of(p), b, x, shared, remat)
-            return y, (aux, saved)
+            y, *rest = forward(layer, weights_of(p), b, x, shared, remat)
+            return y, tuple(rest)
 
-        y, (aux, saved) = lax.scan(step, x, (params, buffers))
-        return (y, aux), (params, buffers, shared, saved)
+        y, (aux, choices, saved) = lax.scan(step, x, (params, buffers))
+        return (y, aux, choices), (params, buffers, shared, saved)
 
     def run_backward(kept, cotangents):
         params, buffers, shared, saved = kept
-        dy, daux = cotangents
+        dy, daux, _ = cotangents
 
         def step(dy, layer_state):
             p, b, saved_l, daux_l = layer_state

@@ -16,7 +16,7 @@ class Counts(NamedTuple):
     means over the global batch. All float scalars, the same on every device."""
 
     targets: Float[Array, ""]
-    """Tokens of the step that have a target."""
+    """Of how many the loss is a mean (`train.loss_mean`): the sum of the targets' weights."""
     tokens: Float[Array, ""]
     """Tokens of the step that are not padding."""
     documents: Float[Array, ""]
@@ -34,6 +34,9 @@ class Draw(NamedTuple):
     """Random key of a training step, the same on every device; None: this is evaluation."""
     routing_bLNK: Int[Array, "b L N K"] | None = None
     """Experts that each of N MoE layers has to choose; None: it chooses itself."""
+    probe_N: Float[Array, " N"] | None = None
+    """Zeros, one for each MoE layer. Their "gradient" is how many slots, computed again in the
+    backward pass, would choose the same experts (of all slots, where nothing is)."""
 
 
 class Stream(NamedTuple):
@@ -55,6 +58,10 @@ class Stream(NamedTuple):
     """Which MoE layer of the model this is."""
     given_tK: Int[Array, "t K"] | None = None
     """Experts that this layer has to choose."""
+    recalled_tK: Int[Array, "t _"] | None = None
+    """Experts that this layer, which is computed again, chose in the forward pass."""
+    probe: Float[Array, ""] | None = None
+    """See `Draw.probe_N`."""
 
 
 class Totals(NamedTuple):
@@ -69,6 +76,13 @@ def starts_bL(segment_ids_bL: Int[Array, "b L"]) -> Bool[Array, "b L"]:
     """Returns where a document starts: a non-padding token unlike the one before it."""
     before_bL = jnp.pad(segment_ids_bL, ((0, 0), (1, 0)))[:, :-1]
     return (segment_ids_bL != before_bL) & (segment_ids_bL != 0)
+
+
+def number_documents(segment_ids_bL: Int[Array, "b L"]) -> Int[Array, "b L"]:
+    """Returns the number, below b L, of each token's document; padding has any."""
+    b, length = segment_ids_bL.shape
+    nth_bL = jnp.cumsum(starts_bL(segment_ids_bL), axis=1, dtype=jnp.int32)
+    return jnp.arange(b, dtype=jnp.int32)[:, None] * length + jnp.maximum(nth_bL - 1, 0)
 
 
 def count_batch(segment_ids: Int[Array, "..."], targets: Int[Array, "..."], fold: Fold) -> Totals:
@@ -114,8 +128,7 @@ def make_stream(
     first = (draw.micro * fold.degree("dp") + collectives.axis_index(fold["dp"])) * b
     number_bL = (first + row_b1) * length + jnp.arange(length, dtype=jnp.int32)[None]
     ids_bL = jnp.zeros_like(segment_ids_bL) if tokens_bL is None else tokens_bL
-    nth_bL = jnp.cumsum(starts_bL(segment_ids_bL), axis=1, dtype=jnp.int32)
-    document_bL = row_b1 * length + jnp.maximum(nth_bL - 1, 0)
+    document_bL = number_documents(segment_ids_bL)
     valid_t = my_tokens((segment_ids_bL != 0).reshape(-1), fold)
     document_t, number_t, ids_t = (
         my_tokens(a.reshape(-1), fold) for a in (document_bL, number_bL, ids_bL)

@@ -9,6 +9,7 @@ with no mesh, alone:
 
 import dataclasses
 from math import sqrt
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -118,6 +119,22 @@ class Block(nnx.Module):
         return x_tD + y_tD, aux
 
 
+class Inputs(NamedTuple):
+    """What, beside x, differs between the units of a stack, or within one."""
+
+    layer: Int[Array, "..."]
+    """Number of the first MoE layer."""
+    given_MtK: Int[Array, "... M t K"] | None
+    """Experts that each of the unit's M MoE layers has to choose."""
+    probe_M: Float[Array, "... M"] | None
+    """See `Draw.probe_N`."""
+
+
+def _nth(x_M: Array | None, nth: int) -> Array | None:
+    """Returns x_M[nth]; None of nothing, and for a dense block behind the last MoE layer."""
+    return None if x_M is None or nth == len(x_M) else x_M[nth]
+
+
 class Unit(nnx.Module):
     """The layers that one step of the scan runs."""
 
@@ -126,17 +143,23 @@ class Unit(nnx.Module):
         for i, kind in enumerate(kinds):
             setattr(self, f"block_{i}", Block(cfg, kind, fold, precision, rngs))
 
-    def __call__(self, x_tD, stream: Stream, given_MtK=None):
-        """Returns (x_tD, {block name: aux} of the MoE blocks, of which `stream.layer` numbers the
-        first, and whose experts may be given)."""
-        auxes = {}
+    def __call__(self, x_tD, stream: Stream, inputs: Inputs, choices: dict | None = None):
+        """Returns (x_tD, {block name: aux}, {block name: choices}) of the MoE blocks, of which
+        `inputs.layer` numbers the first; the choices are given where this is computed again."""
+        auxes, made = {}, {}
         for i in range(self.num_blocks):
-            nth = len(auxes)
-            given_tK = None if given_MtK is None or nth == len(given_MtK) else given_MtK[nth]
-            mine = stream._replace(layer=stream.layer + nth, given_tK=given_tK)
-            x_tD, aux = getattr(self, f"block_{i}")(x_tD, mine)
-            auxes |= {f"block_{i}": aux} if aux else {}
-        return x_tD, auxes
+            name, nth = f"block_{i}", len(auxes)
+            mine = stream._replace(
+                layer=inputs.layer + nth,
+                given_tK=_nth(inputs.given_MtK, nth),
+                probe=_nth(inputs.probe_M, nth),
+                recalled_tK=None if choices is None else choices.get(name),
+            )
+            x_tD, aux = getattr(self, name)(x_tD, mine)
+            if aux:
+                made[name] = aux.pop("experts")
+                auxes[name] = aux
+        return x_tD, auxes, made
 
 
 class Transformer(nnx.Module):
@@ -207,29 +230,35 @@ class Transformer(nnx.Module):
         auxes, first = {}, 0
         for i, (kinds, count) in enumerate(cfg.stacks()):
             moes = kinds.count("M")
-            layers, end = first + moes * jnp.arange(count, dtype=jnp.int32), first + moes * count
-            given = None
-            if given_NtK is not None:
-                given = given_NtK[first:end].reshape(count, moes, *given_NtK.shape[1:])
-            unit, inputs = getattr(self, f"stack_{i}"), (layers, given)
+            numbers = first + moes * jnp.arange(count, dtype=jnp.int32)
+            given, probe = (
+                None if a is None else a[first : first + count * moes].reshape(
+                    count, moes, *a.shape[1:]
+                )
+                for a in (given_NtK, draw.probe_N)
+            )  # fmt: skip
+            unit, inputs = getattr(self, f"stack_{i}"), Inputs(numbers, given, probe)
             x_tD, auxes[f"stack_{i}"] = self._stack(unit, x_tD, inputs, stream)
-            first = end
+            first += count * moes
         return self.final_norm(x_tD), auxes
 
-    def _stack(self, unit: nnx.Module, x_tD, inputs, stream: Stream):
+    def _stack(self, unit: nnx.Module, x_tD, inputs: Inputs, stream: Stream):
         definition, weights, buffers = params.partition(unit)
         dims = jax.tree.map(lambda d: d[1:], params.dims_of(unit)[0], is_leaf=is_dims)
         zero = self.zero if self.zero == 3 else 0
 
         def weights_of(stored):
-            return to_compute(stored, dims, self.fold, zero, self.precision)
+            return to_compute(stored[0], dims, self.fold, zero, self.precision), stored[1]
 
-        def layer(w, kept, x, stream):
-            b, (number, given) = kept
-            return params.assemble(definition, w, b)(x, stream._replace(layer=number), given)
+        def layer(w, kept, x, stream, choices):
+            mine = params.assemble(definition, w[0], kept[0])
+            return mine(x, stream, kept[1]._replace(probe_M=w[1]), choices)
 
-        kept = (buffers, inputs)
-        return scan_layers(layer, weights_of, weights, kept, x_tD, stream, remat=self.cfg.remat)
+        stored, kept = (weights, inputs.probe_M), (buffers, inputs._replace(probe_M=None))
+        x_tD, auxes, made = scan_layers(
+            layer, weights_of, stored, kept, x_tD, stream, remat=self.cfg.remat
+        )
+        return x_tD, {name: aux | {"experts": made[name]} for name, aux in auxes.items()}
 
     def __call__(
         self,

@@ -110,6 +110,8 @@ class _Reporter:
             moe["dropped"] = np.rint(moe["dropped"]).astype(int)
             record["dropped"] = int(moe["dropped"].sum())
             record["dead"] = int(moe["dead"].sum())
+            if "agreed" in moe:
+                record["agreed"] = float(moe["agreed"].min())
             record["idle"], warning = self._idle.step(moe["load"])
             if warning:
                 self._display.note(f"step {number}: {warning}")

@@ -1,4 +1,5 @@
-"""The training loss: mean cross-entropy over the valid tokens of the *global* batch.
+"""The training loss: the mean cross-entropy over the targets of the *global* batch or, so that
+short documents count as much as long ones, over its documents' means.
 
 Each microbatch on each device gives a sum divided by global counts, so that adding up over
 devices and microbatches is all it takes, whatever the fold. The vocabulary may be split over tp.
@@ -6,22 +7,41 @@ devices and microbatches is all it takes, whatever the fold. The vocabulary may 
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from moejax.core import collectives
-from moejax.core.mesh import Fold
 from moejax.model import balance
-from moejax.model.stream import Counts, Draw
+from moejax.model.stream import Counts, Draw, number_documents
 from moejax.model.transformer import Transformer
 from pallas_kernels import logit_stats
 
-Micro = dict[str, Int[Array, "b L"]]
+MEANS = ("token", "document")
+Micro = dict[str, Shaped[Array, "b L ..."]]
+
+
+def target_weights(
+    segment_ids_bL: Int[Array, "b L"], targets_bL: Int[Array, "b L"], mean: str
+) -> Float[Array, "b L"]:
+    """Returns how much each target counts: 1, or 1 / those of its document (a piece, as packed)."""
+    scored_bL = targets_bL >= 0
+    if mean == "token":
+        return scored_bL.astype(jnp.float32)
+    document_S = number_documents(segment_ids_bL).reshape(-1)
+    in_each_S = jax.ops.segment_sum(
+        scored_bL.reshape(-1).astype(jnp.float32), document_S, num_segments=document_S.size
+    )
+    in_mine_bL = in_each_S[document_S].reshape(scored_bL.shape)
+    return jnp.where(scored_bL, 1 / jnp.maximum(in_mine_bL, 1.0), 0.0)
 
 
 def nll_sum(
-    model: Transformer, x_tD: Float[Array, "t D"], targets_bL: Int[Array, "b L"], fold: Fold
+    model: Transformer,
+    x_tD: Float[Array, "t D"],
+    targets_bL: Int[Array, "b L"],
+    weights_bL: Float[Array, "b L"],
 ) -> Float[Array, ""]:
-    """Returns the summed negative log-likelihood of this row group's targets (-1: none there)."""
+    """Returns the weighted sum of the negative log-likelihoods of this row group's targets."""
+    fold = model.fold
     tp = fold["tp"]
     x_TD, w_Dv = collectives.all_gather(x_tD, tp), model.head_weight()
     target_T = collectives.vary(targets_bL.reshape(-1), fold.all)
@@ -30,7 +50,8 @@ def nll_sum(
     peak_T = collectives.pmax(lse_T, tp)
     lse_T = jnp.log(collectives.psum(jnp.exp(lse_T - peak_T), tp)) + peak_T
     nll_T = lse_T - collectives.psum(logit_T, tp)
-    return jnp.where(targets_bL.reshape(-1) >= 0, nll_T, 0.0).sum()
+    weight_T = weights_bL.reshape(-1).astype(nll_T.dtype)
+    return jnp.where(weight_T > 0, nll_T * weight_T, 0.0).sum()
 
 
 @jax.named_scope("loss")
@@ -42,12 +63,13 @@ def micro_loss(
 ) -> tuple[Float[Array, ""], tuple[Float[Array, ""], dict]]:
     """Returns (loss to differentiate, (cross-entropy part, aux by stack and block)).
 
-    All are this microbatch's shares of means over the step; the scalars are summed over devices.
+    `micro["weights"]`: see `target_weights`; `counts.targets` is their sum over the step. All are
+    this microbatch's shares of means over the step; the scalars are summed over devices.
     A step without a single target has loss 0.
     """
     fold, inputs = model.fold, (micro["tokens"], micro["segment_ids"], micro["positions"])
     x_tD, auxes = model.hidden(*inputs, counts, draw)
-    nll = nll_sum(model, x_tD, micro["targets"], fold)
+    nll = nll_sum(model, x_tD, micro["targets"], micro["weights"])
     nll = collectives.psum(nll / jnp.maximum(counts.targets, 1.0).astype(nll.dtype), fold.batch)
     extra = jnp.zeros((), nll.dtype)
     for aux in (aux for stack in auxes.values() for aux in stack.values()):

@@ -204,7 +204,8 @@ def prepare(config: Sections) -> Run:
     worst_case = plan_state(config.model.worst_case(), optimizer, fold, mesh, zero, precision)
     step, again_step = (
         make_train_step(
-            config.model, config.optimizer, optimizer, plan, precision, steps, worst_case=again
+            config.model, config.optimizer, optimizer, plan, precision, steps,
+            loss_mean=config.train.loss_mean, worst_case=again,
         )
         for plan, again in ((layout, False), (worst_case, True))
     )

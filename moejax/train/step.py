@@ -16,6 +16,8 @@ the batch again by the step that `worst_case` makes, which clears it, and goes o
 """
 
 import dataclasses
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +29,9 @@ from moejax.core import collectives
 from moejax.core.precision import PrecisionConfig
 from moejax.core.sharding import gathered
 from moejax.model import balance
-from moejax.model.stream import Counts, Draw, count_batch, one_microbatch
+from moejax.model.stream import Counts, Draw, Totals, count_batch, one_microbatch
 from moejax.model.transformer import ModelConfig
-from moejax.train.loss import micro_loss, nll_sum
+from moejax.train.loss import MEANS, micro_loss, nll_sum, target_weights
 from moejax.train.optimizer import (
     OptimizerConfig,
     apply_update,
@@ -56,6 +58,9 @@ class TrainConfig:
     """Tokens of a row, L."""
     microbatches: int = 1
     """Pieces of the global batch whose gradients are added up one after the other."""
+    loss_mean: str = "token"
+    """What the cross-entropy is a mean of: every "token" of the global batch alike, or every
+    "document" (a piece, as packed), the mean over its tokens. Balance losses are the same."""
     eval_every: int = 100
     """Steps between evaluations (one more at the end); 0: only at the end."""
     eval_batches: int = 16
@@ -67,6 +72,8 @@ class TrainConfig:
         for name in ("steps", "batch_size", "sequence_length", "microbatches"):
             if getattr(self, name) < 1:
                 raise ValueError(f"train.{name}={getattr(self, name)} must be at least 1")
+        if self.loss_mean not in MEANS:
+            raise ValueError(f"train.loss_mean={self.loss_mean!r}: choose from {', '.join(MEANS)}")
 
     def check(self, layout_dp: int, tp: int) -> None:
         """Raises ValueError when a batch does not divide over microbatches and devices."""
@@ -96,17 +103,26 @@ def by_layer(auxes: dict, name: str) -> Array:
     return jnp.concatenate(stacks)
 
 
-def split_choices(auxes: dict) -> tuple[dict, Array | None]:
-    """Returns (auxes without the recorded choices, these as int32 [t, layers, K], or None)."""
-    blocks = [aux for stack in auxes.values() for aux in stack.values()]
-    if not any("experts" in aux for aux in blocks):
-        return auxes, None
-    chosen = by_layer(auxes, "experts").astype(jnp.int32).swapaxes(0, 1)
-    drop = lambda aux: {k: v for k, v in aux.items() if k != "experts"}  # noqa: E731
+class Found(NamedTuple):
+    """What one microbatch gave beside its gradients, or all of a step, stacked."""
+
+    nll: Array
+    auxes: dict
+    """Aux by stack and block: floats."""
+    chosen_tNK: Array | None
+    """Experts [t, layers, K]; None where the model does not record them."""
+    agreed_N: Array | None
+    """Slots that chose the same experts when they were computed again, by layer; None where no
+    layer is."""
+
+
+def _without(auxes: dict, name: str) -> dict:
+    """Returns auxes that do not hold the entry of that name."""
+    drop = lambda aux: {k: v for k, v in aux.items() if k != name}  # noqa: E731
     return {
-        stack: {block: drop(aux) for block, aux in of_stack.items()}
-        for stack, of_stack in auxes.items()
-    }, chosen
+        stack: {block: drop(aux) for block, aux in blocks.items()}
+        for stack, blocks in auxes.items()
+    }
 
 
 def stored_to_used(layout: Layout, stored):
@@ -138,38 +154,59 @@ def _load_added(buffers, auxes: dict, fold):
     )  # fmt: skip
 
 
-def _sum_micro_grads(layout: Layout, weights, state: TrainState, batch: Batch, precision):
-    """Returns (gradients, loss, aux, choices) of the whole step: sums over the microbatches; of the
-    aux one for each microbatch, stacked; and [microbatches, t, layers, K] where the model records
-    what its routers choose, else None."""
+def _weigh_targets(batch: Batch, mean: str, fold) -> tuple[Batch, Totals]:
+    """Returns the batch with the weights of its targets, and the Totals, with their sum."""
+    arrays = (batch["segment_ids"], batch["targets"])
+    weights = jax.vmap(partial(target_weights, mean=mean))(*arrays)
+    total = collectives.psum(weights.sum(), fold.batch)
+    counted = count_batch(*arrays, fold)._replace(targets=jnp.round(total))
+    return batch | {"weights": weights}, counted
+
+
+def _sum_micro_grads(
+    layout: Layout, weights, state: TrainState, batch: Batch, precision, mean: str
+):
+    """Returns (the gradients of the whole step, what its microbatches gave, stacked)."""
     fold, accum = layout.fold, precision.dtype("accum")
     key = jax.random.fold_in(state.key, state.step)
-    counted = count_batch(batch["segment_ids"], batch["targets"], fold)
+    batch, counted = _weigh_targets(batch, mean, fold)
 
     def of_micro(buffers, micro, number):
-        def loss(weights):
+        model = layout.model(weights, buffers)
+
+        def loss(weights, probe_N):
             tokens = count_batch(micro["segment_ids"], micro["targets"], fold).tokens
-            counts, draw = Counts(*counted, tokens), Draw(number, key, micro.get("routing"))
+            draw = Draw(number, key, micro.get("routing"), probe_N)
+            counts = Counts(*counted, tokens)
             return micro_loss(layout.model(weights, buffers), micro, counts, draw)
 
-        (_, (nll, auxes)), grads = jax.value_and_grad(loss, has_aux=True)(weights)
-        return jax.tree.map(lambda g: g.astype(accum), grads), (nll, *split_choices(auxes))
+        probe_N = None
+        if model.cfg.remat != "none" and (layers := model.cfg.kinds().count("M")):
+            probe_N = collectives.vary(jnp.zeros(layers), fold.all)
+        (_, (nll, auxes)), (grads, agreed_N) = jax.value_and_grad(
+            loss, argnums=(0, 1), has_aux=True
+        )(weights, probe_N)
+        chosen = None
+        if model.cfg.moe.router.record:
+            chosen = by_layer(auxes, "experts").swapaxes(0, 1)
+        found = Found(nll, _without(auxes, "experts"), chosen, agreed_N)
+        return jax.tree.map(lambda g: g.astype(accum), grads), found
 
     def add(total, numbered):
         grads_sum, buffers = total
-        grads, aux = of_micro(buffers, *numbered)
-        buffers = _load_added(buffers, aux[1], fold)
-        return (jax.tree.map(jnp.add, grads_sum, grads), buffers), aux
+        grads, found = of_micro(buffers, *numbered)
+        buffers = _load_added(buffers, found.auxes, fold)
+        return (jax.tree.map(jnp.add, grads_sum, grads), buffers), found
 
     if batch["tokens"].shape[0] == 1:  # one that is alone pays for no sum
         one = jax.tree.map(lambda a: a[0], batch)
-        grads, (nll, *rest) = of_micro(state.buffers, one, jnp.zeros((), jnp.int32))
-        return grads, nll, *jax.tree.map(lambda a: a[None], rest)
+        grads, found = of_micro(state.buffers, one, jnp.zeros((), jnp.int32))
+        return grads, jax.tree.map(lambda a: a[None], found)
     zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, accum), weights)
     numbered = (batch, jnp.arange(batch["tokens"].shape[0], dtype=jnp.int32))
     first = (collectives.vary(zeros, fold.all), state.buffers)
-    (grads, _), (nll_m, auxes_m, chosen_m) = jax.lax.scan(add, first, numbered)
-    return grads, nll_m.sum(), auxes_m, chosen_m
+    (grads, _), found = jax.lax.scan(add, first, numbered)
+    return grads, found
 
 
 def _of_step(auxes_m: dict, fold) -> dict:
@@ -207,25 +244,30 @@ def _overflowed(auxes: dict) -> Array:
     return (by_layer(auxes, "overflow") > 0).any()
 
 
-def _moe_metrics(auxes: dict, buffers, cfg: balance.BalanceConfig) -> dict:
+def _moe_metrics(auxes: dict, agreed_mN, buffers, cfg: balance.BalanceConfig, fold) -> dict:
     """Per-layer metrics, [layers] or [layers, E], from the aux of the step and the new buffers.
 
     "load": share of the slots; "imbalance": max / mean of it; "entropy": 1 for an even load;
     "dead": experts without a token; "busiest_rank": see `balance`; the losses without their
-    coefficients, and "aux_loss", what they added to the training loss; the bias's range.
+    coefficients, and "aux_loss", what they added to the training loss; the bias's range; "agreed",
+    where layers are computed again: the share of slots that would choose the same experts then
+    (those of the first time count).
     """
     load_LE = by_layer(auxes, "load_E")
     bias_LE = by_layer(_by_block(buffers, "moe"), "bias")
     share_LE = load_LE / jnp.maximum(load_LE.sum(axis=1, keepdims=True), 1.0)
     first = next(aux for blocks in auxes.values() for aux in blocks.values())
-    losses = {name: by_layer(auxes, name) for name in balance.LOSSES if name in first}
-    return losses | {
+    found = {name: by_layer(auxes, name) for name in balance.LOSSES if name in first}
+    found["aux_loss"] = balance.weighted(found, cfg)
+    if agreed_mN is not None:
+        agreed_N = collectives.psum(agreed_mN.sum(axis=0), fold.tokens)
+        found["agreed"] = agreed_N / jnp.maximum(load_LE.sum(axis=1), 1.0)
+    return found | {
         "load": share_LE,
         "imbalance": share_LE.max(axis=1) * load_LE.shape[1],
         "entropy": balance.entropy(share_LE),
         "dead": (load_LE == 0).sum(axis=1, dtype=jnp.float32),
         "busiest_rank": by_layer(auxes, "busiest_rank"),
-        "aux_loss": balance.weighted(losses, cfg),
         "dropped": by_layer(auxes, "dropped"),
         "bias_min": bias_LE.min(axis=1),
         "bias_max": bias_LE.max(axis=1),
@@ -252,6 +294,7 @@ def make_train_step(
     precision: PrecisionConfig,
     total_steps: int,
     *,
+    loss_mean: str = "token",
     worst_case: bool = False,
     with_grads: bool = False,
 ) -> jax.stages.Wrapped:
@@ -260,22 +303,22 @@ def make_train_step(
     The state is donated. Metrics stay on the device: "loss" (nats a token), "grad_norm", "lr",
     "num_tokens", "skipped", "overflowed", "moe" by layer, and, where the model records it,
     "routing": expert ids [microbatches, rows * L, layers, K]. A batch may hold "routing"
-    [microbatches, rows, L, layers, K]: the experts to be chosen. `worst_case`, for a layout without
-    a budget, takes a state that overflowed for what it was before. `with_grads` adds "grads", where
-    they rest, for tests.
+    [microbatches, rows, L, layers, K]: the experts to be chosen. `loss_mean`: see `TrainConfig`.
+    `worst_case`, for a layout without a budget, takes a state that overflowed for what it was
+    before. `with_grads` adds "grads", where they rest, for tests.
     """
     schedule, fold = make_schedule(opt_cfg, total_steps), layout.fold
     axes, balances = layout.shard_axes(), model_cfg.moe.balance
 
     def step(state: TrainState, batch: Batch):
         weights, to_rest = jax.vjp(lambda p: stored_to_used(layout, p), state.params)
-        grads, loss, auxes_m, chosen = _sum_micro_grads(layout, weights, state, batch, precision)
+        grads, found = _sum_micro_grads(layout, weights, state, batch, precision, loss_mean)
+        loss, auxes = found.nll.sum(), _of_step(found.auxes, fold)
         grads = jax.tree.map(lambda g, w: g.astype(w.dtype), grads, weights)
         (grads,) = to_rest(grads)
         norm = global_norm(grads, axes, collectives.psum)
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)
         lr = schedule(num_updates(state.opt_state))
-        auxes = _of_step(auxes_m, fold)
         overflowed = _overflowed(auxes) | (state.overflowed & (not worst_case))
         new_params, opt_state, skipped = apply_update(
             optimizer, grads, state.opt_state, state.params, state.num_skipped,
@@ -290,8 +333,8 @@ def make_train_step(
         values = (loss, norm, lr, skipped, overflowed, count)
         metrics: dict = dict(zip(SCALARS, values, strict=True))
         if any(auxes.values()):
-            metrics["moe"] = _moe_metrics(auxes, buffers, balances)
-        metrics |= {} if chosen is None else {"routing": chosen}
+            metrics["moe"] = _moe_metrics(auxes, found.agreed_N, buffers, balances, fold)
+        metrics |= {} if found.chosen_tNK is None else {"routing": found.chosen_tNK}
         return state, metrics | ({"grads": grads} if with_grads else {})
 
     metric_specs = _metric_specs(model_cfg, layout, with_grads)
@@ -317,7 +360,8 @@ def make_eval_step(layout: Layout) -> jax.stages.Wrapped:
             x_tD, _ = model.hidden(
                 micro["tokens"], micro["segment_ids"], micro["positions"], one_microbatch(counted)
             )
-            nll = collectives.psum(nll_sum(model, x_tD, micro["targets"], fold), fold.batch)
+            nll = nll_sum(model, x_tD, micro["targets"], micro["targets"] >= 0)
+            nll = collectives.psum(nll, fold.batch)
             return total + nll.astype(total.dtype), counted.targets
 
         total, targets_m = jax.lax.scan(add, jnp.zeros((), jnp.float32), batch)

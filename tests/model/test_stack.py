@@ -16,16 +16,16 @@ from moejax.core.sharding import is_dims, to_compute
 from moejax.model.rope import rope_table
 from moejax.model.stack import backward, forward, scan_layers
 from moejax.model.stream import Counts, make_stream
-from moejax.model.transformer import ModelConfig, Transformer
+from moejax.model.transformer import Inputs, ModelConfig, Transformer
 from tests.oracle import max_relative_error
 
 LAYERS, WIDTH = 3, 16
 
 
-def toy_layer(weights, buffers, x, shared):
+def toy_layer(weights, buffers, x, shared, choices=None):
     """A layer with everything the scan knows: weights, a buffer, a shared input, an aux."""
     y = x + jnp.tanh(x @ weights["in"] + buffers[None]) @ weights["out"] * shared[:, None]
-    return y, {"square": (y**2).mean()}
+    return y, {"square": (y**2).mean()}, {}
 
 
 def toy_weights_of(stored):
@@ -44,7 +44,7 @@ def toy_inputs():
 
 def toy_loss(run):
     def loss(stored, x, buffers, shared):
-        y, aux = run(stored, x, buffers, shared)
+        y, aux, _ = run(stored, x, buffers, shared)
         return (y * jnp.cos(y)).sum() + (aux["square"] * jnp.arange(1.0, LAYERS + 1)).sum()
 
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
@@ -54,9 +54,9 @@ def unrolled(stored, x, buffers, shared):
     auxes = []
     for i in range(LAYERS):
         weights = toy_weights_of(jax.tree.map(lambda w, i=i: w[i], stored))
-        x, aux = toy_layer(weights, buffers[i], x, shared)
+        x, aux, _ = toy_layer(weights, buffers[i], x, shared)
         auxes.append(aux)
-    return x, jax.tree.map(lambda *a: jnp.stack(a), *auxes)
+    return x, jax.tree.map(lambda *a: jnp.stack(a), *auxes), {}
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])
@@ -86,8 +86,9 @@ def one_unit(compute_dtype: str):
     first = lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype)  # noqa: E731
     stored, buffers = jax.tree.map(first, (stored, buffers))
 
-    def layer(w, b, x, stream):
-        return params.assemble(definition, w, b)(x, stream)
+    def layer(w, b, x, stream, choices=None):
+        inputs = Inputs(jnp.asarray(0, jnp.int32), None, None)
+        return params.assemble(definition, w, b)(x, stream, inputs, choices)
 
     def weights_of(stored):
         return to_compute(stored, dims, Fold(), 0, precision)
@@ -110,10 +111,10 @@ def test_no_residual_has_the_shape_of_a_weight(compute_dtype):
 
     def saved(stored, buffers, x):
         weights = weights_of(stored)
-        return forward(layer, weights, buffers, x, stream_of_two_rows(), "none")[2], weights
+        return forward(layer, weights, buffers, x, stream_of_two_rows(), "none")[3], weights
 
     def naive(stored, buffers, x):
-        run = lambda s, x: layer(weights_of(s), buffers, x, stream_of_two_rows())  # noqa: E731
+        run = lambda s, x: layer(weights_of(s), buffers, x, stream_of_two_rows())[:2]  # noqa: E731
         return jax.vjp(run, stored, x)[1], weights_of(stored)
 
     def heavy(function):
@@ -132,12 +133,12 @@ def test_saved_residuals_are_enough_for_the_backward():
     """`restore` puts the stripped arrays back: also with another trace's weights."""
     stored, buffers, x, shared = jax.tree.map(lambda a: a, toy_inputs())
     first = jax.tree.map(lambda w: w[0], stored)
-    y, aux, saved = forward(toy_layer, first, buffers[0], x, shared, "none")
+    y, aux, _, saved = forward(toy_layer, first, buffers[0], x, shared, "none")
     held = {id(leaf) for leaf in jax.tree.leaves(saved)}
     assert not held & {id(leaf) for leaf in jax.tree.leaves((first, buffers[0], shared))}
     cotangents = (jnp.ones_like(y), jax.tree.map(jnp.ones_like, aux))
     mine = backward(toy_layer, first, buffers[0], saved, shared, cotangents, "none")
-    pull = jax.vjp(lambda w, x: toy_layer(w, buffers[0], x, shared), first, x)[1]
+    pull = jax.vjp(lambda w, x: toy_layer(w, buffers[0], x, shared)[:2], first, x)[1]
     for a, b in zip(jax.tree.leaves(mine), jax.tree.leaves(pull(cotangents)), strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -148,8 +149,8 @@ def test_eight_layers_hold_no_copy_of_the_weights():
     stored = jax.ShapeDtypeStruct((layers, width, width), jnp.float32)
     x = jax.ShapeDtypeStruct((tokens, width), jnp.bfloat16)
 
-    def layer(w, _, x, __):
-        return jnp.tanh(x @ w), {}
+    def layer(w, _, x, __, ___):
+        return jnp.tanh(x @ w), {}, {}
 
     def cast(w):
         return w.astype(jnp.bfloat16)
@@ -158,7 +159,7 @@ def test_eight_layers_hold_no_copy_of_the_weights():
         return scan_layers(layer, cast, w, {}, x, {})[0].astype(jnp.float32).sum()
 
     def plain(w, x):
-        step = lambda x, w: layer(cast(w), None, x, None)  # noqa: E731
+        step = lambda x, w: layer(cast(w), None, x, None, None)[:2]  # noqa: E731
         return jax.lax.scan(step, x, w)[0].astype(jnp.float32).sum()
 
     def temporary(function) -> int:

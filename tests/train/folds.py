@@ -144,7 +144,12 @@ class Trainer:
 
 
 def make_trainer(
-    case: Case, dtype: str = "float32", *, compute: str = "", with_grads: bool = True
+    case: Case,
+    dtype: str = "float32",
+    *,
+    compute: str = "",
+    with_grads: bool = True,
+    loss_mean: str = "token",
 ) -> Trainer:
     """Returns the train step of a case with every dtype `dtype`, but for that of `compute`."""
     precision, model = PrecisionConfig(dtype, compute or dtype, dtype, dtype), tiny_model(case)
@@ -156,8 +161,9 @@ def make_trainer(
     optimizer = make_optimizer(options, 10, decay_mask(params.dims_of(abstract)[0]))
     layout = plan_state(model, optimizer, grid, mesh, case.parallel.zero, precision)
     step = make_train_step(
-        model, options, optimizer, layout, precision, 10, with_grads=with_grads
-    )
+        model, options, optimizer, layout, precision, 10, with_grads=with_grads,
+        loss_mean=loss_mean,
+    )  # fmt: skip
 
     def new_state() -> TrainState:
         copied = jax.tree.map(jnp.copy, _first_state(oracle_of(case), dtype))  # a step donates it
