@@ -39,7 +39,8 @@ class InitConfig:
     seed: int = 0
     """Seed of the weights and of the data order."""
     from_run: str = ""
-    """Run folder (or one checkpoint in it) whose weights alone start this run; empty: random."""
+    """Run folder (or one checkpoint in it) whose weights (and router biases) start this run;
+    empty: random."""
 
 
 @dataclasses.dataclass(frozen=True)

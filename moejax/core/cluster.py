@@ -57,6 +57,13 @@ def first_goes_first(what: str) -> Generator[None]:
         multihost_utils.sync_global_devices(what)
 
 
+def whole(x: jax.Array) -> np.ndarray:
+    """Returns all of a global array, to every process; all have to ask."""
+    if jax.process_count() == 1:
+        return np.asarray(x)
+    return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+
+
 def of_first(value: int) -> int:
     """Returns the first process's value, on all."""
     if jax.process_count() == 1:

@@ -68,6 +68,8 @@ class BalanceConfig:
     bias_rate: float = 0.0
     """Step of the aux-loss-free expert bias (Wang et al., 2024), moved once an optimizer step
     against the sign of each expert's excess load; 0: no bias."""
+    frozen_bias: bool = False
+    """With bias_rate 0, still add the bias that the weights came with (a converted DeepSeek-V3)."""
     quantile_rate: float = 0.0
     """Quantile balancing: how far each optimizer step moves the experts' thresholds to those that
     would have evened its load; 1: all the way (Megatron Core's ema is 1 less this); 0: off."""
@@ -76,6 +78,11 @@ class BalanceConfig:
         for name, value in dataclasses.asdict(self).items():
             if not 0 <= value < float("inf"):
                 raise ValueError(f"balance.{name}={value} must be finite and not negative")
+        if self.frozen_bias and (self.bias_rate or self.quantile_rate):
+            raise ValueError(
+                "balance.frozen_bias=True is a bias that does not move: set balance.bias_rate and "
+                "quantile_rate to 0"
+            )
         if self.quantile_rate > 1:
             raise ValueError(f"balance.quantile_rate={self.quantile_rate} is not in 0..1")
         for name in EVENERS if self.quantile_rate else ():
@@ -96,7 +103,7 @@ class BalanceConfig:
     @property
     def biased(self) -> bool:
         """Whether a bias steers the choice."""
-        return bool(self.bias_rate or self.quantile_rate)
+        return bool(self.bias_rate or self.quantile_rate or self.frozen_bias)
 
     @property
     def bias_on(self) -> str:

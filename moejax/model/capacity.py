@@ -4,11 +4,15 @@
 
 Counted over rows, not over a device's tokens, so that what is dropped depends neither on the fold
 nor on the microbatches, and a document never on other rows. A slot beyond C goes to no expert, with
-weight 0; the token keeps its others, whose weights do not change.
+weight 0; the token keeps its others, whose weights do not change. Filled up to capacity, an expert
+takes exactly C tokens of each row: those that found room, and with weight 0 as many of the others,
+the first ones, as are missing. All loads are then even, known before, and within a `moe.budget` of
+the capacity factor (times what rounding up C adds).
 """
 
 from fractions import Fraction
 from math import ceil
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,18 +35,30 @@ def capacity_b(
     return jnp.asarray(table)[valid_bL.sum(axis=1, dtype=jnp.int32)]
 
 
+class Kept(NamedTuple):
+    """The slots that count. A slot for each expert where all are filled up."""
+
+    experts_tK: Int[Array, "t K"]
+    """E, no expert, in a slot that finds no room."""
+    weights_tK: Float[Array, "t K"]
+    """0 in a slot that finds no room, and in one that fills up an expert."""
+    num_filled: Int[Array, ""]
+    """Slots that fill experts up."""
+
+
 @jax.named_scope("drop")
 def keep(
     routing: Routing, num_experts: int, cfg: RouterConfig, stream: Stream, fold: Fold
-) -> tuple[Int[Array, "t K"], Float[Array, "t K"]]:
-    """Returns (experts, weights) with expert E and weight 0 in slots that find no room.
+) -> Kept:
+    """Returns the slots that find room.
 
-    Of an expert's slots in a row the first C find room, by weight ("probs", ties to the earlier
-    token) or by place ("position"). Dropless, or where experts chose: all do.
+    Of an expert's slots in a row the first C do, by weight ("probs", ties to the earlier token) or
+    by place ("position"). Dropless, or where experts chose: all do.
     """
     experts_tK, weights_tK, factor = routing.experts_tK, routing.weights_tK, cfg.capacity_factor
+    none = 0 * experts_tK[0, 0]
     if not factor or cfg.selection == "expert_choice":
-        return experts_tK, weights_tK
+        return Kept(experts_tK, weights_tK, none)
     (b, length), top_k = stream.segment_ids_bL.shape, experts_tK.shape[1]
     by_weight = cfg.drop_policy == "probs"
     key_tK = -lax.stop_gradient(weights_tK) if by_weight else jnp.zeros_like(weights_tK)
@@ -53,7 +69,31 @@ def keep(
     room_b = capacity_b(stream.segment_ids_bL != 0, top_k, num_experts, factor)
     kept_bS = rank_bS(experts_bS, key_bS, num_experts) < room_b[:, None]
     kept_tK = my_tokens(kept_bS.reshape(-1, top_k), fold)
-    return jnp.where(kept_tK, experts_tK, num_experts), jnp.where(kept_tK, weights_tK, 0)
+    kept = Kept(
+        jnp.where(kept_tK, experts_tK, num_experts), jnp.where(kept_tK, weights_tK, 0), none
+    )
+    if not cfg.pad_to_capacity:
+        return kept
+    chosen_bSE = jax.nn.one_hot(jnp.where(kept_bS, experts_bS, -1), num_experts, dtype=jnp.int32)
+    chosen_bLE = chosen_bSE.reshape(b, length, top_k, num_experts).sum(axis=2) > 0
+    return _filled(kept, chosen_bLE, room_b, num_experts, stream, fold)
+
+
+def _filled(kept: Kept, chosen_bLE, room_b, num_experts: int, stream: Stream, fold: Fold) -> Kept:
+    """Returns a slot for each expert: those that were kept, and fillers."""
+    valid_bL1 = (stream.segment_ids_bL != 0)[..., None]
+    missing_bE = room_b[:, None] - chosen_bLE.sum(axis=1, dtype=jnp.int32)
+    free_bLE = valid_bL1 & ~chosen_bLE
+    nth_bLE = jnp.cumsum(free_bLE, axis=1, dtype=jnp.int32)
+    filled_bLE = free_bLE & (nth_bLE <= missing_bE[:, None])
+    taken_tE, filled_tE = (
+        my_tokens(a.reshape(-1, num_experts), fold) for a in (chosen_bLE | filled_bLE, filled_bLE)
+    )
+    ids_E = jnp.arange(num_experts, dtype=kept.experts_tK.dtype)
+    here_tKE = kept.experts_tK[..., None] == ids_E[None, None]
+    weights_tE = jnp.where(here_tKE, kept.weights_tK[..., None], 0).sum(axis=1)
+    experts_tE = jnp.where(taken_tE, ids_E[None], num_experts)
+    return Kept(experts_tE, weights_tE, filled_tE.sum(dtype=jnp.int32))
 
 
 def rank_bS(

@@ -145,11 +145,13 @@ class MoE(nnx.Module):
         aux = balance.losses(routing, stream, cfg.balance, fold, self.load_before[...])
         if cfg.balance.quantile_rate:
             aux |= {"threshold_E": balance.thresholds(routing, self.bias[...], stream, fold)}
-        experts_tK, weights_tK = capacity.keep(routing, cfg.num_experts, cfg.router, stream, fold)
+        kept = capacity.keep(routing, cfg.num_experts, cfg.router, stream, fold)
+        # A slot for each expert, or K: a balanced load is that of K.
+        budget = cfg.budget * cfg.top_k / kept.experts_tK.shape[1]
         with jax.named_scope("dispatch"):
             sent_tD = linear(x_tD, self.w_down[...]) if cfg.latent_dim else x_tD
             rows = dispatcher.dispatch(
-                sent_tD, experts_tK, weights_tK, cfg.num_experts, fold, cfg.budget
+                sent_tD, kept.experts_tK, kept.weights_tK, cfg.num_experts, fold, budget
             )
         y_sD = self.experts(rows.x_sD, rows.weights_s, rows.sizes_e)
         with jax.named_scope("combine"):
@@ -158,7 +160,8 @@ class MoE(nnx.Module):
         arrived, overflow = (
             n.astype(jnp.float32) / fold.degree("etp") for n in (rows.num_slots, rows.overflow)
         )
-        aux |= {"dropped": aux["load_E"].sum() - arrived, "overflow": overflow}
+        wanted = aux["load_E"].sum() + kept.num_filled.astype(jnp.float32)
+        aux |= {"dropped": wanted - arrived, "overflow": overflow}
         aux["experts"] = routing.experts_tK
         return (y_tD + self._shared(x_tD) if cfg.shared_ffn_dim else y_tD), aux
 

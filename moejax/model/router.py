@@ -67,6 +67,8 @@ class RouterConfig:
     drop_policy: str = "probs"
     """Who finds room: "probs" (the greatest weights, which looks ahead) or "position" (who comes
     first in the row)."""
+    pad_to_capacity: bool = False
+    """Fill every expert up to its capacity with tokens of weight 0: even loads, known before."""
     hash_layers: int = 0
     """The first so many MoE layers choose experts by token id, from a fixed random table (hash
     layers, Roller et al. 2021); weights stay live."""
@@ -96,6 +98,12 @@ class RouterConfig:
             raise ValueError(
                 "router.capacity_factor, hash_layers and num_group_score must not be negative: "
                 "0 turns each off"
+            )
+        room = self.capacity_factor and self.selection != "expert_choice"
+        if self.pad_to_capacity and not room:
+            raise ValueError(
+                "router.pad_to_capacity=True needs a capacity_factor, and a selection that leaves "
+                "room: with selection='expert_choice' all experts are full"
             )
         whole = self.selection != "top_k"
         askers = dict(force=self.force, replay=self.replay, hash_layers=self.hash_layers)

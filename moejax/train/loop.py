@@ -10,6 +10,7 @@ worst case.
 """
 
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from itertools import islice
 from typing import Any
@@ -59,9 +60,11 @@ def train(run: Run) -> int:
         Watchdog(folder, config.log.watchdog_s, process_index=jax.process_index()) as watchdog,
         TraceAtStep(folder, config.log.profile_step, config.log.profile_steps) as trace,
         GracefulStop(agree) as stop,
+        ThreadPoolExecutor(1) as background,
     ):
+        again = background.submit(_compile_again, run) if config.model.moe.budget else None
         reporter = _Reporter(run, writer, display, facts)
-        step = _steps(run, compiled, facts, reporter, watchdog, trace, stop)
+        step = _steps(run, compiled, again, facts, reporter, watchdog, trace, stop)
         run.checkpointer.save(step, run.state, run.position())
         run.checkpointer.close()
         stopped = stop.should_stop()
@@ -75,6 +78,11 @@ def train(run: Run) -> int:
         display.summary(facts, write_report(folder))
     run.batches.close()
     return step
+
+
+def _compile_again(run: Run) -> Any:
+    """Returns the compiled step for batches that overflowed: it is ready when one does."""
+    return run.again_step.lower(run.worst_case.resting, run.abstract_batch()).compile()
 
 
 class _Reporter:
@@ -92,14 +100,15 @@ class _Reporter:
         `again`: this is the second time that its batch is run.
         """
         jax.block_until_ready(metrics)
-        record = jax.device_get(metrics)
+        chosen = metrics.get("routing")
+        record = jax.device_get({k: v for k, v in metrics.items() if k != "routing"})
         if record.pop("overflowed"):
             return False
         rate = self._throughput.step(int(record["num_tokens"]))
         record |= {"step": number, "tokens_per_second": rate, "again": int(again)}
         record |= {"matmul_share": rate * self._flops / self._peak}
-        if (chosen := record.pop("routing", None)) is not None:
-            self._record(number, chosen)
+        if chosen is not None:
+            self._record(number, cluster.whole(chosen))
         moe = record.get("moe")
         if moe:
             means = ("imbalance", "entropy", *LOSSES, "aux_loss")
@@ -122,6 +131,8 @@ class _Reporter:
 
     def _record(self, number: int, chosen: np.ndarray) -> None:
         """Writes what the routers chose, [microbatches, rows * L, layers, K]."""
+        if not cluster.is_first():
+            return
         moe, length = self._config.model.moe, self._config.train.sequence_length
         experts = chosen.reshape(-1, length, *chosen.shape[2:])
         replay.save(moe.router.record, number, experts, moe.num_experts)
@@ -142,8 +153,9 @@ class _Reporter:
 class _Ahead:
     """Dispatches steps in order, the reports of each one step behind."""
 
-    def __init__(self, run: Run, compiled, reporter: _Reporter):
-        self._run, self._compiled, self._reporter = run, compiled, reporter
+    def __init__(self, run: Run, compiled, again: Future | None, reporter: _Reporter):
+        self._run, self._compiled, self._compiled_again = run, compiled, again
+        self._reporter = reporter
         self._pending: tuple[int, Any, Any] | None = None
 
     def step(self, number: int, batch: Any) -> Any:
@@ -166,15 +178,16 @@ class _Ahead:
 
     def _again(self, overflowed: tuple[int, Any, Any]) -> None:
         number, batch, _ = overflowed
-        self._run.state, metrics = self._run.again_step(self._run.state, batch)
+        assert self._compiled_again, "a step without a budget cannot overflow"
+        self._run.state, metrics = self._compiled_again.result()(self._run.state, batch)
         if not self._reporter.step(number, metrics, again=True):
             raise RuntimeError(f"step {number} overflowed with room for the worst case")
 
 
-def _steps(run: Run, compiled, facts, reporter, watchdog, trace, stop) -> int:
+def _steps(run: Run, compiled, again, facts, reporter, watchdog, trace, stop) -> int:
     """Runs the steps; returns the number of the last one. `run.state` is then that step's."""
     train, saver, number = run.config.train, run.checkpointer, run.start_step
-    ahead = _Ahead(run, compiled, reporter)
+    ahead = _Ahead(run, compiled, again, reporter)
     if number == 0:
         reporter.evaluation(0, evaluate(run))
     while number < train.steps and not stop.should_stop():

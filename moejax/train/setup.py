@@ -88,7 +88,7 @@ class Run:
     """Of each microbatch's rows this process has part `part[0]` of `part[1]`."""
     train_step: jax.stages.Wrapped
     again_step: jax.stages.Wrapped
-    """The step for a batch that overflowed its budget; compiled at its first use."""
+    """The step for a batch that overflowed its budget."""
     eval_step: jax.stages.Wrapped
     matmul_rate: float
     """Dense-matmul FLOP/s of the compute dtype, measured here, of all devices together."""
@@ -181,8 +181,6 @@ def load_data(
 def prepare(config: Sections) -> Run:
     """Returns a run ready for its first, or its next, step."""
     fold = config.fold_over(len(jax.devices()))
-    if config.model.moe.router.record and jax.process_count() > 1:
-        raise ValueError("router.record writes what one process sees: record in a single process")
     mesh = make_mesh(fold)
     rows = NamedSharding(mesh, PartitionSpec(fold["dp"] or None))
     part = cluster.share_of(rows, config.train.batch_size // config.train.microbatches)
@@ -223,18 +221,17 @@ def prepare(config: Sections) -> Run:
 
 def _first_state(config, optimizer, layout: Layout, precision, checkpointer: Checkpointer):
     """Returns (state, step): resumed, or fresh with random or another run's weights."""
-    target = jax.tree.map(
-        lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
-        layout.abstract,
-        layout.shardings,
-    )
+    target = layout.resting
     if checkpointer.latest_step() is not None:
         state, _ = checkpointer.restore(target)
         return state, int(state.step)
     state = init_state(config.model, optimizer, layout, precision, config.init.seed)
     if config.init.from_run:
-        weights = load_weights(config.init.from_run, target.params)
-        state = dataclasses.replace(state, params=weights)
+        weights, buffers = (
+            load_weights(config.init.from_run, getattr(target, part), subtree=part)
+            for part in ("params", "buffers")
+        )
+        state = dataclasses.replace(state, params=weights, buffers=buffers)
     return state, 0
 
 

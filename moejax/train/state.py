@@ -64,6 +64,14 @@ class Layout:
         """NamedShardings of the resting state."""
         return sharding.shardings(self.specs, self.mesh)
 
+    @property
+    def resting(self) -> TrainState:
+        """Shapes, dtypes and shardings of the resting state."""
+        return jax.tree.map(
+            lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
+            self.abstract, self.shardings,
+        )  # fmt: skip
+
     def shard_axes(self) -> Tree:
         """Returns, for each parameter, the mesh axes over which it is split at rest."""
         table = sharding.store_table(self.zero)

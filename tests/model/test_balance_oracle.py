@@ -246,6 +246,8 @@ def test_what_cannot_balance_is_refused():
             BalanceConfig(batch_coeff=0, quantile_rate=1, **{name: 0.1})
     with pytest.raises(ValueError, match="quantile_rate=1.5 is not in 0..1"):
         BalanceConfig(batch_coeff=0, quantile_rate=1.5)
+    with pytest.raises(ValueError, match="frozen_bias=True is a bias that does not move"):
+        BalanceConfig(frozen_bias=True, bias_rate=1e-3)
     with pytest.raises(ValueError, match="balance.z_coeff=-1 must be finite and not negative"):
         BalanceConfig(z_coeff=-1)
     with pytest.raises(ValueError, match="moe.top_k=4 of num_experts=4: no expert is left out"):

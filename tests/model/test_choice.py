@@ -191,7 +191,8 @@ def test_capacity_keeps_the_right_slots(policy, factor):
     x = np.random.default_rng(2).normal(size=(36, E)) + [1.0, 0, 0, 0]
     x[4:8] = x[4]  # ties
     made = route(jnp.asarray(x, jnp.float32), None, stream.valid_t, cfg, K)
-    experts, weights = capacity.keep(made, E, cfg, stream, Fold())
+    experts, weights, filled = capacity.keep(made, E, cfg, stream, Fold())
+    assert filled == 0
     right = expected_drops(
         np.array(made.experts_tK), np.array(made.weights_tK), segments, E, factor, policy
     )
@@ -205,13 +206,42 @@ def test_capacity_keeps_the_right_slots(policy, factor):
     np.testing.assert_array_equal(grad[real], (np.asarray(experts) < E)[real])
 
 
+@pytest.mark.parametrize("policy", ["probs", "position"])
+def test_every_expert_is_filled_up_to_capacity(policy):
+    """With exactly C of each row's tokens: those that were kept, and the first others."""
+    E, K, factor = 4, 2, 1.2
+    segments = np.ones((3, 12), np.int32)
+    segments[1, 7:] = 0
+    segments[2] = 0
+    stream = a_stream(segments)
+    cfg = RouterConfig(capacity_factor=factor, drop_policy=policy, pad_to_capacity=True)
+    x = np.random.default_rng(2).normal(size=(36, E)) + [1.0, 0, 0, 0]
+    made = route(jnp.asarray(x, jnp.float32), None, stream.valid_t, cfg, K)
+    chosen = np.array(made.experts_tK), np.array(made.weights_tK)
+    kept, weights = expected_drops(*chosen, segments, E, factor, policy)
+    right, right_weights, filled = np.full((36, E), E), np.zeros((36, E)), 0
+    for r, room in enumerate((8, 5, 0)):  # ceil(12 * 0.6), ceil(7 * 0.6)
+        for e in range(E):
+            mine = [t for t in range(12 * r, 12 * r + 12) if segments.ravel()[t]]
+            own = [t for t in mine if e in kept[t]]
+            more = [t for t in mine if e not in kept[t]][: room - len(own)]
+            filled += len(more)
+            right[own + more, e] = e
+            for t in own:
+                right_weights[t, e] = weights[t][kept[t] == e][0]
+    found = capacity.keep(made, E, cfg, stream, Fold())
+    np.testing.assert_array_equal(found.experts_tK, right)
+    np.testing.assert_allclose(found.weights_tK, right_weights, rtol=1e-6)
+    assert found.num_filled == filled > 0
+
+
 def test_capacity_is_exact_and_dropless_without():
     valid = jnp.ones((2, 25), bool).at[1, 10:].set(False)
     assert capacity.capacity_b(valid, 2, 5, 1.1).tolist() == [11, 5]  # 11.000000000000002 in float
     assert capacity.capacity_b(valid, 1, 2, 1.2).tolist() == [15, 6]
     ids, weights = jnp.zeros((4, 1), jnp.int32), jnp.ones((4, 1))
     routing = Routing(ids, weights, weights, weights, ids[0])
-    kept, _ = capacity.keep(routing, 2, RouterConfig(), a_stream(np.ones((1, 4))), Fold())
+    kept, *_ = capacity.keep(routing, 2, RouterConfig(), a_stream(np.ones((1, 4))), Fold())
     np.testing.assert_array_equal(kept, ids)
 
 
@@ -333,6 +363,7 @@ BIASED = dict(balance=BalanceConfig(batch_coeff=0, bias_rate=1e-3))
         (dict(hash_layers=1, selection="sinkhorn"), {}, "hash_layers=1 and selection='sinkhorn'"),
         (dict(jitter=1.0), {}, r"router.jitter=1.0 is not in \[0, 1\)"),
         (dict(capacity_factor=-1.0), {}, "must not be negative: 0 turns each off"),
+        (dict(pad_to_capacity=True), {}, "pad_to_capacity=True needs a capacity_factor"),
         (dict(drop_policy="luck"), {}, "router.drop_policy='luck': choose from probs, position"),
         (dict(force="even"), {}, "router.force='even': choose from '', balanced, skewed"),
         (dict(selection="expert_choice", record="x", renormalize=False), {}, "holds K experts"),

@@ -149,6 +149,29 @@ def test_a_run_leaves_metrics_facts_report_and_sample(folder):
     assert json.loads((made.run_dir / "config.json").read_text())["train"]["steps"] == 6
 
 
+def test_another_run_gives_weights_and_router_biases_to_a_new_one(folder):
+    """And a frozen bias stays as it came, and steers the choice."""
+    first = setup.prepare(config(folder, "gives", steps=4))
+    loop.train(first)
+    right = jax.tree.map(np.asarray, (first.state.params, first.state.buffers))
+    assert right[1]["stack_0"]["block_0"]["moe"]["bias"].any()
+    made = config(folder, "takes", steps=2)
+    frozen = replace(made.model.moe.balance, bias_rate=0.0, frozen_bias=True)
+    model = replace(made.model, moe=replace(made.model.moe, balance=frozen))
+    source = str(first.config.run_dir)
+    made = replace(made, model=model, init=replace(made.init, from_run=source))
+    run = setup.prepare(made)
+    got = jax.tree.map(np.asarray, (run.state.params, run.state.buffers))
+    jax.tree.map(np.testing.assert_array_equal, got, right)
+    buffers = jax.tree.map(np.array, got[1])
+    buffers["stack_0"]["block_0"]["moe"]["bias"][1, 6] = -100.0
+    run.state = jax.device_put(replace(run.state, buffers=buffers), run.layout.shardings)
+    loop.train(run)
+    jax.tree.map(np.testing.assert_array_equal, run.state.buffers, buffers)
+    records = map(json.loads, (made.run_dir / "metrics.jsonl").read_text().splitlines())
+    assert [r["dead"] for r in records if "loss" in r] == [1, 1]
+
+
 def test_an_expert_that_no_token_reaches_is_told_of(folder, monkeypatch, capsys):
     monkeypatch.setattr(loop, "IdleExperts", lambda: IdleExperts(after=3))
     run = setup.prepare(config(folder, "idle", steps=5))

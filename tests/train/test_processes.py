@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from moejax.core import cluster
+from moejax.train import replay
 from tests.oracle import max_relative_error
 from tests.train.test_resume import RECIPE, ROOT, finish, rows, saved, start, write_text
 
@@ -30,6 +31,7 @@ def start_two(folder: Path, name: str) -> list[subprocess.Popen]:
         f"--config.data.train=('{write_text(folder / 'text')}',)",
         f"--config.train.steps={STEPS}", "--config.checkpoint.save_every=100",
         "--config.train.microbatches=2", "--config.train.sample_tokens=3",
+        f"--config.model.moe.router.record={folder}/routing_{name}",
     ]  # fmt: skip
     started = []
     for index in range(2):
@@ -60,13 +62,20 @@ def test_two_processes_train_as_one_and_stop_together(tmp_path):
     assert text.count("saved step") == 1, text  # one process speaks
 
     one = start(tmp_path, "one", "tiny_fold8", f"--config.train.steps={STEPS}",
-                "--config.train.microbatches=2", "--config.data.eval=('val=heldout',)")  # fmt: skip
+                "--config.train.microbatches=2", "--config.data.eval=('val=heldout',)",
+                f"--config.model.moe.router.record={tmp_path}/routing_one")  # fmt: skip
     assert finish(one, tmp_path, "one") == 0
     mine, right = rows(tmp_path, "two"), rows(tmp_path, "one")
     assert set(mine) == set(right) == set(range(1, STEPS + 1))
     for step in (1, stopped, stopped + 1, STEPS):
         assert mine[step]["num_tokens"] == right[step]["num_tokens"]
         assert max_relative_error(mine[step]["loss"], right[step]["loss"]) < 1e-5, step
+    for step, same in ((1, 1.0), (STEPS, 0.98)):  # rounding may turn a near choice
+        two, one = (
+            replay.load(tmp_path / f"routing_{name}", step, (8, 32, 2, 2), 8)
+            for name in ("two", "one")
+        )
+        assert (two == one).mean() >= same
     folder = tmp_path / "runs/two"
     assert (folder / "sample.txt").read_text() and (folder / "report.html").exists()
     assert len(list((folder / "tensorboard").iterdir())) == 2  # of the first process, started twice

@@ -21,8 +21,9 @@ OPTIONS = {
         ),
         (*SEQUENCE, *BIAS),
     ),
-    "skewed, drop by position": (
-        (("force", "skewed"), ("capacity_factor", 1.5), ("drop_policy", "position")), SEQUENCE,
+    "skewed, drop by position, filled up": (
+        (("force", "skewed"), ("capacity_factor", 1.5), ("drop_policy", "position"),
+         ("pad_to_capacity", True)), SEQUENCE,
     ),
     "sinkhorn": (
         (("selection", "sinkhorn"), ("renormalize", False), ("capacity_factor", 1.25)), NONE,
