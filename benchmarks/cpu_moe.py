@@ -27,7 +27,7 @@ from flax import nnx
 from moejax.core import host, params
 from moejax.core.mesh import ParallelConfig, fold, make_mesh
 from moejax.core.precision import PrecisionConfig
-from moejax.model.attention.gqa import AttentionConfig
+from moejax.model.attention import AttentionConfig
 from moejax.model.balance import BalanceConfig
 from moejax.model.flops import flops_per_token
 from moejax.model.moe import MoE, MoEConfig
@@ -116,7 +116,7 @@ def _step():
         vocab_size=8192,
         dim=512,
         num_layers=8,
-        attention=AttentionConfig(num_heads=8, num_kv_heads=4, head_dim=64, qk_norm=True),
+        attention=AttentionConfig(num_heads=8, num_kv_heads=4, head_dim=64, qk_norm="head"),
         moe=MoEConfig(num_experts=16, top_k=4, ffn_dim=256),
     )
     precision = PrecisionConfig(compute_dtype="bfloat16")

@@ -12,7 +12,7 @@ from moejax.config import Config
 from moejax.core.mesh import ParallelConfig
 from moejax.core.precision import PrecisionConfig
 from moejax.data import DataConfig
-from moejax.model.attention.gqa import AttentionConfig
+from moejax.model.attention import AttentionConfig
 from moejax.model.balance import BalanceConfig
 from moejax.model.moe import MoEConfig
 from moejax.model.transformer import ModelConfig
@@ -31,7 +31,7 @@ def demo() -> Config:
             dim=256,
             num_layers=4,
             init_std=0.04,
-            attention=AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=64, qk_norm=True),
+            attention=AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=64, qk_norm="head"),
             moe=MoEConfig(num_experts=16, top_k=2, ffn_dim=256, balance=balance),
         ),
         precision=PrecisionConfig(compute_dtype="auto"),

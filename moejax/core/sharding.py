@@ -25,7 +25,7 @@ COMPUTE: Table = {
     "expert": "ep",
     "expert_ffn": "etp",
 }
-SHARDED: Table = COMPUTE | {"embed": "dp", "expert_embed": "edp"}
+SHARDED: Table = COMPUTE | {"embed": "dp", "rank": "dp", "expert_embed": "edp"}
 
 
 def store_table(zero: int) -> Table:

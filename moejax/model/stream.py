@@ -62,6 +62,9 @@ class Stream(NamedTuple):
     """Experts that this layer, which is computed again, chose in the forward pass."""
     probe: Float[Array, ""] | None = None
     """See `Draw.probe_N`."""
+    remembered_ids_bS: Int[Array, "b S"] | None = None
+    """Document ids of the tokens before these that layers remember; None: they remember none, and
+    will not remember these."""
 
 
 class Totals(NamedTuple):

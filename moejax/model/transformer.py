@@ -20,7 +20,8 @@ from moejax.core import collectives, params
 from moejax.core.mesh import Fold
 from moejax.core.precision import PrecisionConfig, at_least_float32
 from moejax.core.sharding import gathered_as, is_dims, to_compute
-from moejax.model.attention.gqa import Attention, AttentionConfig
+from moejax.model.attention import ATTENTIONS, AttentionConfig, Cache
+from moejax.model.attention.memory import Memory, last
 from moejax.model.mlp import MLP
 from moejax.model.moe import MoE, MoEConfig
 from moejax.model.norm import RMSNorm
@@ -50,7 +51,8 @@ class ModelConfig:
     first_k_dense: int = 0
     """Layers at the start with a dense MLP instead of experts."""
     pattern: str = "M"
-    """Kinds of the layers after those, repeated: "M" a MoE layer, "D" a dense one."""
+    """Kinds of the layers after those, repeated: "M" a MoE layer, "D" a dense one; in lower case
+    ("m", "d") with attention.window. first_k_dense layers have it where the whole pattern does."""
     ffn_dim: int = 1024
     """Width of a dense MLP."""
     attention: AttentionConfig = AttentionConfig()
@@ -70,8 +72,16 @@ class ModelConfig:
     def __post_init__(self):
         if self.remat not in REMAT:
             raise ValueError(f"model.remat={self.remat!r}: choose from {', '.join(REMAT)}")
-        if not self.pattern or set(self.pattern) - set("MD"):
-            raise ValueError(f"model.pattern={self.pattern!r}: letters M (MoE) and D (dense) only")
+        if not self.pattern or set(self.pattern) - set("MDmd"):
+            raise ValueError(
+                f"model.pattern={self.pattern!r}: letters M (MoE) and D (dense) only, in lower "
+                "case for layers with attention.window"
+            )
+        if (self.pattern != self.pattern.upper()) != bool(self.attention.window):
+            raise ValueError(
+                f"model.pattern={self.pattern!r} with attention.window={self.attention.window}: "
+                "layers in lower case have a window, and a window needs some (gpt-oss: 'mM')"
+            )
         rest = self.num_layers - self.first_k_dense
         if rest < 0 or rest % len(self.pattern):
             raise ValueError(
@@ -86,12 +96,18 @@ class ModelConfig:
     def stacks(self) -> tuple[tuple[str, int], ...]:
         """Returns (kinds of one unit, how many) of each run of equal layers."""
         dense, rest = self.first_k_dense, self.num_layers - self.first_k_dense
-        runs = (("D", dense), (self.pattern, rest // len(self.pattern)))
+        first = "d" if self.pattern.islower() else "D"
+        runs = ((first, dense), (self.pattern, rest // len(self.pattern)))
         return tuple((kinds, count) for kinds, count in runs if count)
 
     def kinds(self) -> str:
-        """Returns the kind of every layer, e.g. "DMMM"."""
-        return "".join(kinds * count for kinds, count in self.stacks())
+        """Returns the kind of every layer, e.g. "DMMM", windows left out."""
+        return "".join(kinds * count for kinds, count in self.stacks()).upper()
+
+    def windows(self) -> tuple[int, ...]:
+        """Returns the window of every layer, 0: none."""
+        kinds = "".join(kinds * count for kinds, count in self.stacks())
+        return tuple(self.attention.window if kind.islower() else 0 for kind in kinds)
 
 
 class Block(nnx.Module):
@@ -101,22 +117,28 @@ class Block(nnx.Module):
         std, out_std = cfg.init_std, cfg.init_std / sqrt(2 * cfg.num_layers)
         kinds = dict(std=std, out_std=out_std, fold=fold, precision=precision, rngs=rngs)
         self.attention_norm = RMSNorm(cfg.dim, cfg.norm_eps, precision)
-        self.attention = Attention(cfg.attention, cfg.dim, eps=cfg.norm_eps, **kinds)
+        window = cfg.attention.window if kind.islower() else 0
+        self.attention = ATTENTIONS[cfg.attention.kind](
+            cfg.attention, cfg.dim, window=window, eps=cfg.norm_eps, **kinds
+        )
         self.mlp_norm = RMSNorm(cfg.dim, cfg.norm_eps, precision)
-        if kind == "M":
+        if kind.upper() == "M":
             self.moe = MoE(cfg.moe, cfg.dim, vocab_size=cfg.vocab_size, **kinds)
         else:
             self.mlp = MLP(cfg.dim, cfg.ffn_dim, **kinds)
-        self.kind = kind
+        self.kind = kind.upper()
 
-    def __call__(self, x_tD: Float[Array, "t D"], stream: Stream) -> tuple[Array, dict]:
-        """Returns (x_tD, the MoE's aux; {} for a dense block)."""
-        x_tD = x_tD + self.attention(self.attention_norm(x_tD), stream)
+    def __call__(
+        self, x_tD: Float[Array, "t D"], stream: Stream, held: Memory | None = None
+    ) -> tuple[Array, dict, Memory | None]:
+        """Returns (x_tD, the MoE's aux, {} for a dense block; what attention is to hold)."""
+        y_tD, held = self.attention(self.attention_norm(x_tD), stream, held)
+        x_tD = x_tD + y_tD
         normed_tD = self.mlp_norm(x_tD)
         if self.kind == "D":
-            return x_tD + self.mlp(normed_tD), {}
+            return x_tD + self.mlp(normed_tD), {}, held
         y_tD, aux = self.moe(normed_tD, stream)
-        return x_tD + y_tD, aux
+        return x_tD + y_tD, aux, held
 
 
 class Inputs(NamedTuple):
@@ -128,6 +150,8 @@ class Inputs(NamedTuple):
     """Experts that each of the unit's M MoE layers has to choose."""
     probe_M: Float[Array, "... M"] | None
     """See `Draw.probe_N`."""
+    held: dict[str, Memory] | None = None
+    """What each block's attention holds of the tokens before."""
 
 
 def _nth(x_M: Array | None, nth: int) -> Array | None:
@@ -144,9 +168,10 @@ class Unit(nnx.Module):
             setattr(self, f"block_{i}", Block(cfg, kind, fold, precision, rngs))
 
     def __call__(self, x_tD, stream: Stream, inputs: Inputs, choices: dict | None = None):
-        """Returns (x_tD, {block name: aux}, {block name: choices}) of the MoE blocks, of which
-        `inputs.layer` numbers the first; the choices are given where this is computed again."""
-        auxes, made = {}, {}
+        """Returns (x_tD, ({block name: aux}, {block name: what attention is to hold}), {block name:
+        choices}); aux and choices of the MoE blocks, of which `inputs.layer` numbers the first; the
+        choices are given where this is computed again."""
+        auxes, holds, made = {}, {}, {}
         for i in range(self.num_blocks):
             name, nth = f"block_{i}", len(auxes)
             mine = stream._replace(
@@ -155,11 +180,12 @@ class Unit(nnx.Module):
                 probe=_nth(inputs.probe_M, nth),
                 recalled_tK=None if choices is None else choices.get(name),
             )
-            x_tD, aux = getattr(self, name)(x_tD, mine)
+            held = None if inputs.held is None else inputs.held[name]
+            x_tD, aux, holds[name] = getattr(self, name)(x_tD, mine, held)
             if aux:
                 made[name] = aux.pop("experts")
                 auxes[name] = aux
-        return x_tD, auxes, made
+        return x_tD, (auxes, holds), made
 
 
 class Transformer(nnx.Module):
@@ -218,18 +244,41 @@ class Transformer(nnx.Module):
         draw: Draw = Draw(),  # noqa: B008 - immutable
     ) -> tuple[Float[Array, "t D"], dict]:
         """Returns (normed hidden states, {stack: {block: aux}} with a leading layer dim)."""
+        batch = (tokens_bL, segment_ids_bL, positions_bL)
+        x_tD, auxes, _ = self._through(*batch, counts, draw)
+        return x_tD, auxes
+
+    def extend(
+        self,
+        tokens_bL: Int[Array, "b L"],
+        segment_ids_bL: Int[Array, "b L"],
+        positions_bL: Int[Array, "b L"],
+        cache: Cache,
+    ) -> tuple[Float[Array, "t D"], Cache]:
+        """Returns (normed hidden states of new tokens that follow those in the cache, the cache
+        with them in it). An empty cache (`empty_cache`) and a prompt: prefill; one token: decode.
+        """
+        counts = one_microbatch(count_batch(segment_ids_bL, tokens_bL, self.fold))
+        batch = (tokens_bL, segment_ids_bL, positions_bL)
+        x_tD, _, layers = self._through(*batch, counts, Draw(), cache)
+        ids_bS = jnp.concatenate([cache.segment_ids_bS, segment_ids_bL], axis=1)
+        return x_tD, Cache(last(ids_bS, cache.segment_ids_bS.shape[1]), layers)
+
+    def _through(self, tokens_bL, segment_ids_bL, positions_bL, counts, draw, cache=None):
+        """Returns (normed hidden states, aux, what the layers hold, where there is a cache)."""
         cfg, dtype = self.cfg, self.precision.dtype("accum")
-        head_dim, theta = cfg.attention.head_dim, cfg.attention.rope_theta
-        rope = rope_table(positions_bL, head_dim, theta, dtype)
+        rope = rope_table(positions_bL, cfg.attention.rope_dim, cfg.attention.rope, dtype)
         stream = make_stream(segment_ids_bL, rope, counts, self.fold, tokens_bL, draw)
+        if cache is not None:
+            stream = stream._replace(remembered_ids_bS=cache.segment_ids_bS)
         given_NtK = None
         if draw.routing_bLNK is not None:
             given_TNK = draw.routing_bLNK.reshape(-1, *draw.routing_bLNK.shape[2:])
             given_NtK = my_tokens(given_TNK, self.fold).swapaxes(0, 1)
         x_tD = collectives.vary(self.embed(tokens_bL), self.fold.all)
-        auxes, first = {}, 0
+        auxes, holds, first = {}, {}, 0
         for i, (kinds, count) in enumerate(cfg.stacks()):
-            moes = kinds.count("M")
+            moes, name = kinds.upper().count("M"), f"stack_{i}"
             numbers = first + moes * jnp.arange(count, dtype=jnp.int32)
             given, probe = (
                 None if a is None else a[first : first + count * moes].reshape(
@@ -237,10 +286,11 @@ class Transformer(nnx.Module):
                 )
                 for a in (given_NtK, draw.probe_N)
             )  # fmt: skip
-            unit, inputs = getattr(self, f"stack_{i}"), Inputs(numbers, given, probe)
-            x_tD, auxes[f"stack_{i}"] = self._stack(unit, x_tD, inputs, stream)
+            held = None if cache is None or cache.layers is None else cache.layers[name]
+            unit, inputs = getattr(self, name), Inputs(numbers, given, probe, held)
+            x_tD, auxes[name], holds[name] = self._stack(unit, x_tD, inputs, stream)
             first += count * moes
-        return self.final_norm(x_tD), auxes
+        return self.final_norm(x_tD), auxes, holds
 
     def _stack(self, unit: nnx.Module, x_tD, inputs: Inputs, stream: Stream):
         definition, weights, buffers = params.partition(unit)
@@ -255,10 +305,11 @@ class Transformer(nnx.Module):
             return mine(x, stream, kept[1]._replace(probe_M=w[1]), choices)
 
         stored, kept = (weights, inputs.probe_M), (buffers, inputs._replace(probe_M=None))
-        x_tD, auxes, made = scan_layers(
+        x_tD, (auxes, holds), made = scan_layers(
             layer, weights_of, stored, kept, x_tD, stream, remat=self.cfg.remat
         )
-        return x_tD, {name: aux | {"experts": made[name]} for name, aux in auxes.items()}
+        auxes = {name: aux | {"experts": made[name]} for name, aux in auxes.items()}
+        return x_tD, auxes, holds
 
     def __call__(
         self,

@@ -248,10 +248,10 @@ def _closing_facts(run: Run, steps: int) -> dict[str, Any]:
     """The text sample, and the count model that the run has to beat, fitted on what it saw."""
     train, facts = run.config.train, {}
     if train.sample_tokens:
+        slots = min(train.sequence_length, 256)
         ids = sample(
-            make_next_logits(run.worst_case), run.state, run.tokenizer.encode(PROMPT),
-            num_tokens=train.sample_tokens, length=min(train.sequence_length, 256),
-            vocab_size=run.tokenizer.vocab_size,
+            make_next_logits(run.worst_case, slots), run.state, run.tokenizer.encode(PROMPT),
+            num_tokens=train.sample_tokens, vocab_size=run.tokenizer.vocab_size,
         )  # fmt: skip
         if cluster.is_first():
             (run.config.run_dir / "sample.txt").write_text(run.tokenizer.decode(ids))

@@ -6,6 +6,7 @@
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention import cudnn, reference, xla
+from pallas_kernels.attention.xla import SAVED
 from pallas_kernels.pick import Choice, pick
 
 
@@ -55,4 +56,4 @@ def attention(
     return pick("attention", impl, choices)(q_BLNH, k_BSGH, v_BSGV, *asked)
 
 
-__all__ = ["attention"]
+__all__ = ["SAVED", "attention"]

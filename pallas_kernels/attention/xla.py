@@ -22,9 +22,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.attention.reference import NOTHING, visible
 
+# What a remat policy has to save, to not attend again; other implementations name nothing.
+SAVED = ("attention_out", "attention_lse")
 ROWS = 128  # queries of a block
 KEYS = 512  # keys of a block, where the keys are looped over
 FEW = 8  # query blocks that are unrolled
@@ -259,6 +262,7 @@ def _attend_forward(q, k, v, segment_ids, sinks, plan):
         return _forward_chunk(q, k, v, ids, sinks, plan)
 
     out, lse = _over_batch(chunk, (q, k, v, segment_ids), plan)
+    out, lse = map(checkpoint_name, (out, lse), SAVED)
     return (out, lse), (q, k, v, segment_ids, sinks, out, lse)
 
 

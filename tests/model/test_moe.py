@@ -9,7 +9,7 @@ from flax import nnx
 from moejax.core.mesh import Fold
 from moejax.core.precision import PrecisionConfig
 from moejax.model.moe import MoE, MoEConfig
-from moejax.model.rope import rope_table
+from moejax.model.rope import RopeConfig, rope_table
 from moejax.model.stream import Counts, make_stream
 from tests.oracle import max_relative_error
 
@@ -19,7 +19,7 @@ FLOAT32 = PrecisionConfig(compute_dtype="float32")
 
 def stream():
     ids, one = jnp.ones((1, T), jnp.int32), jnp.asarray(1.0)
-    rope = rope_table(jnp.arange(T, dtype=jnp.int32)[None], 4, 1e4, jnp.float32)
+    rope = rope_table(jnp.arange(T, dtype=jnp.int32)[None], 4, RopeConfig(), jnp.float32)
     count = jnp.asarray(float(T))
     return make_stream(ids, rope, Counts(count, count, one, count), Fold())
 

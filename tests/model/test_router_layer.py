@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from moejax.core import collectives, params
 from moejax.core.mesh import Fold, fold, make_mesh
 from moejax.core.precision import PrecisionConfig
-from moejax.model.attention.gqa import AttentionConfig
+from moejax.model.attention import AttentionConfig
 from moejax.model.balance import BalanceConfig
 from moejax.model.moe import MoE, MoEConfig
 from moejax.model.router import RouterConfig

@@ -13,7 +13,7 @@ from moejax.core import params
 from moejax.core.mesh import Fold
 from moejax.core.precision import PrecisionConfig
 from moejax.core.sharding import is_dims, to_compute
-from moejax.model.rope import rope_table
+from moejax.model.rope import RopeConfig, rope_table
 from moejax.model.stack import backward, forward, scan_layers
 from moejax.model.stream import Counts, make_stream
 from moejax.model.transformer import Inputs, ModelConfig, Transformer
@@ -101,7 +101,7 @@ def stream_of_two_rows():
     segments = jnp.ones((2, 13), jnp.int32)
     positions = jnp.tile(jnp.arange(13, dtype=jnp.int32)[None], (2, 1))
     ones = Counts(*[jnp.ones((), jnp.float32)] * 4)
-    rope = rope_table(positions, 10, 10000.0, jnp.dtype("float32"))
+    rope = rope_table(positions, 10, RopeConfig(), jnp.dtype("float32"))
     return make_stream(segments, rope, ones, Fold())
 
 

@@ -22,6 +22,7 @@ from moejax.model.transformer import ModelConfig, Transformer
 from moejax.train.optimizer import OptimizerConfig, decay_mask, make_optimizer
 from moejax.train.state import Layout, TrainState, init_state, plan_state
 from moejax.train.step import make_train_step
+from tests.model.families import DEEPSEEK_V2_LITE, DEEPSEEK_V3, GPT_OSS, OLMOE, shrunken
 from tests.oracle import max_relative_error
 
 ROWS, LENGTH, VOCAB, STEPS = 16, 16, 64, 3
@@ -63,13 +64,19 @@ QUANTILE = (("batch_coeff", 0.0), ("quantile_rate", 0.5))
 SIGMOID, BIAS = (("score", "sigmoid"), ("scale", 2.5)), (("bias_rate", 1e-3),)
 LATENT = (("latent_dim", 8), ("shared_gate", True))
 DM = (("pattern", "DM"), ("num_layers", 2))
+# Attention of each kind and option; tp=4 has two devices to each key/value head of OLMoE's.
+OLMOE_HEADS = (("attention", shrunken(OLMOE, 8, 2)),)
+LATENTS = shrunken(DEEPSEEK_V3, 8)
+MLA = (("attention", replace(LATENTS, mla=replace(LATENTS.mla, recompute_up=True))),)
+MLA_LITE = (("attention", shrunken(DEEPSEEK_V2_LITE, 8)), ("remat", "full"))
+WINDOWS = (("attention", shrunken(GPT_OSS, 8, 4)), ("pattern", "mM"), ("num_layers", 2))
 FOLDS = {
     case.name: case
     for case in (
-        _case("dp4tp4-ep8-zero1", "all_to_all", balance=QUANTILE, moe=LATENT, dp=4, tp=4, ep=8, zero=1),  # noqa: E501
-        _case("dp4tp4-ep4etp2-zero3", "all_gather", 4, balance=SEQUENCE, dp=4, tp=4, ep=4, etp=2, zero=3),  # noqa: E501
-        _case("dp4tp4-ep4etp4-zero3", "ragged", 4, balance=LOSSES, dp=4, tp=4, ep=4, etp=4, zero=3),
-        _case("dp8tp2-ep2etp4-zero0", "reference", router=SIGMOID, balance=BIAS, dp=8, tp=2, ep=2, etp=4, zero=0),  # noqa: E501
+        _case("dp4tp4-ep8-zero1", "all_to_all", model=OLMOE_HEADS, balance=QUANTILE, moe=LATENT, dp=4, tp=4, ep=8, zero=1),  # noqa: E501
+        _case("dp4tp4-ep4etp2-zero3", "all_gather", 4, MLA_LITE, balance=SEQUENCE, dp=4, tp=4, ep=4, etp=2, zero=3),  # noqa: E501
+        _case("dp4tp4-ep4etp4-zero3", "ragged", 4, MLA, balance=LOSSES, dp=4, tp=4, ep=4, etp=4, zero=3),  # noqa: E501
+        _case("dp8tp2-ep2etp4-zero0", "reference", model=WINDOWS, router=SIGMOID, balance=BIAS, dp=8, tp=2, ep=2, etp=4, zero=0),  # noqa: E501
         _case("dp16-ep16-zero1", "all_to_all", balance=SEQUENCE, dp=16, ep=16, zero=1),
         _case("dp8tp2-edp16-zero3", "all_gather", model=(("tied", True),), dp=8, tp=2, zero=3),
         _case("dp4tp4-etp4-zero1", "ragged", 4, (("first_k_dense", 1),), (), SEQUENCE, dp=4, tp=4, etp=4),  # noqa: E501
@@ -86,7 +93,7 @@ FOLDS = {
         _case("dp2tp4-ep2etp2", "all_to_all", dp=2, tp=4, ep=2, etp=2),
     )
 }
-# Every axis, ZeRO stage, dispatcher, all losses and biases, 1 and 4 microbatches.
+# Every axis, ZeRO stage, dispatcher, all losses and biases, 1 and 4 microbatches, all attention.
 COVERING = (
     "dp4tp4-ep8-zero1", "dp4tp4-ep4etp2-zero3", "dp4tp4-ep4etp4-zero3", "dp8tp2-ep2etp4-zero0",
 )  # fmt: skip
@@ -97,7 +104,7 @@ GRADIENTS = ("dp8-etp4", "dp8-ep8-zero3", "dp2tp4-ep2etp2")
 def tiny_model(case: Case) -> ModelConfig:
     """Returns the demo's model, shrunk, with what the case changes."""
     base = demo().model
-    attention = replace(base.attention, num_heads=8, num_kv_heads=4, head_dim=8, qk_norm=True)
+    attention = replace(base.attention, num_heads=8, num_kv_heads=4, head_dim=8, qk_norm="head")
     router = replace(base.moe.router, **dict(case.router))
     balance = replace(base.moe.balance, **({"z_coeff": 1e-3} | dict(case.balance)))
     moe = replace(
@@ -110,8 +117,10 @@ def tiny_model(case: Case) -> ModelConfig:
 
 
 def oracle_of(case: Case) -> Case:
-    """Returns the case that defines what is right: one device, the obvious dispatcher."""
-    return replace(case, name="", parallel=ParallelConfig(zero=0), dispatch="reference")
+    """Returns the case that defines what is right: one device, the obvious dispatcher, no remat."""
+    model = tuple((name, value) for name, value in case.model if name != "remat")
+    alone = ParallelConfig(zero=0)
+    return replace(case, name="", parallel=alone, dispatch="reference", model=model)
 
 
 def batches(microbatches: int, steps: int = STEPS) -> list[dict[str, np.ndarray]]:
