@@ -20,6 +20,7 @@ from typing import Any, get_type_hints
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
+from moejax.convert import hf
 from moejax.core.mesh import Fold, ParallelConfig, fold
 from moejax.core.precision import PrecisionConfig
 from moejax.data import DataConfig
@@ -41,6 +42,15 @@ class InitConfig:
     from_run: str = ""
     """Run folder (or one checkpoint in it) whose weights (and router biases) start this run;
     empty: random."""
+    from_hf: str = ""
+    """Folder in Hugging Face's format whose weights start this run, and whose config.json gives the
+    shape of the model (flags go over it)."""
+
+    def __post_init__(self):
+        if self.from_run and self.from_hf:
+            raise ValueError(
+                f"init.from_run={self.from_run!r} and from_hf={self.from_hf!r}: give one"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,7 +178,7 @@ def parse(arguments: Sequence[str]) -> Config:
     rest = [a for a in arguments if not a.startswith("--config=")]
     if len(base) != 1:
         raise ValueError("give one --config=FILE.py[:RECIPE], for example --config=configs/demo.py")
-    recipe = load_recipe(base[0])
+    recipe = _with_hf_model(load_recipe(base[0]), rest)
     known = {f"--config.{name}": value for name, value, _ in leaves(recipe)}
     for argument in rest:
         name, equals, _ = argument.partition("=")
@@ -187,6 +197,16 @@ def parse(arguments: Sequence[str]) -> Config:
     except flags.Error as error:
         raise ValueError(str(error).splitlines()[0]) from None
     return rebuild(Config, holder.value)
+
+
+def _with_hf_model(recipe: Config, arguments: Sequence[str]) -> Config:
+    """Returns the recipe with the model of the Hugging Face folder that it, or a flag, names."""
+    given = [a.split("=", 1)[1] for a in arguments if a.startswith("--config.init.from_hf=")]
+    folder = (given or [recipe.init.from_hf])[-1]
+    if not folder:
+        return recipe
+    model = hf.model_config(*hf.read_config(folder), recipe.model)
+    return dataclasses.replace(recipe, model=model)
 
 
 def describe(config: Config) -> str:

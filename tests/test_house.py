@@ -31,7 +31,7 @@ LAYERS = (
 )
 # These stand beside each other and do not know each other, but for the pairs (who, whom) below.
 BESIDE = LAYERS[4]
-BESIDE_MAY = {("moejax.train", "moejax.data")}
+BESIDE_MAY = {("moejax.train", "moejax.data"), ("moejax.train", "moejax.convert")}
 KERNELS_MAY_IMPORT = {"jax", "numpy", "jaxtyping"}
 
 WRAPPER = "moejax/core/collectives.py"

@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from moejax.convert import hf
 from moejax.core import cluster, params
 from moejax.core.mesh import Fold, ParallelConfig, make_mesh
 from moejax.core.precision import PrecisionConfig
@@ -180,6 +181,8 @@ def load_data(
 
 def prepare(config: Sections) -> Run:
     """Returns a run ready for its first, or its next, step."""
+    if config.init.from_hf:
+        hf.check_same(config.init.from_hf, config.model)
     fold = config.fold_over(len(jax.devices()))
     mesh = make_mesh(fold)
     rows = NamedSharding(mesh, PartitionSpec(fold["dp"] or None))
@@ -226,6 +229,11 @@ def _first_state(config, optimizer, layout: Layout, precision, checkpointer: Che
         state, _ = checkpointer.restore(target)
         return state, int(state.step)
     state = init_state(config.model, optimizer, layout, precision, config.init.seed)
+    if config.init.from_hf:
+        weights, buffers = hf.load(
+            config.init.from_hf, config.model, (target.params, target.buffers)
+        )
+        state = dataclasses.replace(state, params=weights, buffers=buffers)
     if config.init.from_run:
         weights, buffers = (
             load_weights(config.init.from_run, getattr(target, part), subtree=part)
