@@ -182,7 +182,7 @@ def _sum_micro_grads(
 
         probe_N = None
         if model.cfg.remat != "none" and (layers := model.cfg.kinds().count("M")):
-            probe_N = collectives.vary(jnp.zeros(layers), fold.all)
+            probe_N = collectives.vary(jnp.zeros(layers, jnp.float32), fold.all)
         (_, (nll, auxes)), (grads, agreed_N) = jax.value_and_grad(
             loss, argnums=(0, 1), has_aux=True
         )(weights, probe_N)
