@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -18,7 +19,9 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from moejax.core.mesh import ParallelConfig
 from moejax.train.checkpoint import CheckpointConfig, Checkpointer, load_weights, read_metadata
+from tests.train.folds import VOCAB, Case, make_trainer
 
 ROOT = Path(__file__).parents[2]
 NUM_EXPERTS = 8
@@ -124,6 +127,28 @@ def test_restores_bit_equal_onto_the_targets_mesh(run_on_2x4, dp, ep):
     # The key goes on as it would have.
     bits = [np.asarray(jax.random.bits(tree["rng"], (4,))) for tree in (got, state)]
     np.testing.assert_array_equal(*bits)
+
+
+def test_tables_of_hash_routing_are_bit_equal_on_another_fold(tmp_path):
+    """A fixed random table [V, K] of each MoE layer, by which tokens choose."""
+    router = (("hash_layers", 2),)
+    one = Case("", ParallelConfig(dp=4, tp=2, ep=8, zero=3), "ragged", router=router)
+    other = replace(one, parallel=ParallelConfig(dp=2, tp=2, ep=2, etp=2), dispatch="all_to_all")
+    state = make_trainer(one).new_state()
+    checkpointer = Checkpointer(tmp_path, CheckpointConfig(asynchronous=False))
+    checkpointer.save(1, state, {})
+    layout = make_trainer(other).layout
+    target = jax.tree.map(
+        lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at),
+        layout.abstract, layout.shardings,
+    )  # fmt: skip
+    got, _ = checkpointer.restore(target)
+    checkpointer.close()
+    assert_equal(got, state)
+    table = got.buffers["stack_0"]["block_0"]["moe"]["hash_table"]
+    assert table.dtype == jnp.int32 and table.shape == (3, VOCAB, 2)
+    first, second, _ = np.asarray(table)
+    assert len(np.unique(first)) == 16 and not np.array_equal(first, second)
 
 
 def test_metadata_and_weights_are_readable_on_one_device(run_on_2x4):
