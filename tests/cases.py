@@ -155,9 +155,8 @@ class Steps:
         """
         shares = train_step._moe_metrics
 
-        def with_counts(auxes, buffers, cfg):
-            counts = train_step.by_layer(auxes, "load_E")
-            return shares(auxes, buffers, cfg) | {"load_E": counts}
+        def with_counts(auxes, *rest):
+            return shares(auxes, *rest) | {"load_E": train_step.by_layer(auxes, "load_E")}
 
         with mock.patch.object(train_step, "_moe_metrics", with_counts):  # read where it is traced
             state, metrics = self.made.step(state, made)
@@ -221,7 +220,7 @@ def layer_program(place: Place, remat: str, cfg: MoEConfig):
     sum(y * pull) and the balance losses.
     """
     grid = place.grid
-    cfg = replace(cfg, dispatch=place.dispatch, router=replace(cfg.router, record="shown"))
+    cfg = replace(cfg, dispatch=place.dispatch)
     module = nnx.eval_shape(lambda: stacked(cfg, grid))
     definition, (dims, _) = params.partition(module)[0], params.dims_of(module)
     one = jax.tree.map(lambda d: d[1:], dims, is_leaf=is_dims)
@@ -229,9 +228,11 @@ def layer_program(place: Place, remat: str, cfg: MoEConfig):
     def weights_of(stored):
         return to_compute(stored, one, grid, 0, FLOAT32)
 
-    def layer(w, b, x_tD, stream):
-        y_tD, aux = params.assemble(definition, w, b)(x_tD, stream)
-        return x_tD, aux | {"y": y_tD}
+    def layer(w, b, x_tD, stream, chosen_tK):
+        mine = stream._replace(recalled_tK=chosen_tK)
+        y_tD, aux = params.assemble(definition, w, b)(x_tD, mine)
+        chosen_tK = aux.pop("experts")
+        return x_tD, aux | {"y": y_tD}, chosen_tK
 
     def device(weights, buffers, ids_bL, x_bLD, pull_LtD):
         segments_bL = (ids_bL >= 0).astype(jnp.int32)
@@ -241,9 +242,11 @@ def layer_program(place: Place, remat: str, cfg: MoEConfig):
         def loss(weights, buffers, x_bLD):
             own = collectives.vary(weights, grid.all)
             x_tD = my_tokens(collectives.vary(x_bLD, grid.all).reshape(-1, D), grid)
-            _, aux = scan_layers(layer, weights_of, own, buffers, x_tD, stream, remat=remat)
+            _, aux, chosen = scan_layers(
+                layer, weights_of, own, buffers, x_tD, stream, remat=remat
+            )
             share = (aux["y"] * pull_LtD).sum() + balance.weighted(aux, cfg.balance).sum()
-            return collectives.psum(share, grid.tokens), aux
+            return collectives.psum(share, grid.tokens), aux | {"experts": chosen}
 
         grads, aux = jax.grad(loss, (0, 1, 2), has_aux=True)(weights, buffers, x_bLD)
         by_token = {name: aux.pop(name) for name in ("y", "experts")}
