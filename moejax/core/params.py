@@ -37,6 +37,13 @@ def constant(
     return nnx.Param(jnp.full(shape, value, precision.dtype("param")), dims=dims)
 
 
+def padded(param: nnx.Param, dim: str, size: int) -> nnx.Param:
+    """Returns the parameter with zeros after its last entries along `dim`, up to `size`."""
+    value, dims = param[...], param.get_metadata()["dims"]
+    widths = [(0, size - n if d == dim else 0) for d, n in zip(dims, value.shape, strict=True)]
+    return nnx.Param(jnp.pad(value, widths), dims=dims)
+
+
 def buffer(shape: tuple[int, ...], dims: Dims, dtype: jnp.dtype) -> Buffer:
     """Returns a buffer of zeros."""
     return Buffer(jnp.zeros(shape, dtype), dims=dims)

@@ -2,14 +2,15 @@
 
 The formula is the field's usual one (Megatron Core's): forward plus backward is three times the
 forward, a multiply-add is two; recomputation, the router, norms and padding are not counted, the
-causal half of attention is, and of a window what it shows.
+causal half of attention is, and of a window what it shows. Modules that predict further tokens
+count as the layers, projections and heads that they are.
 """
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from moejax.model.attention import AttentionConfig
-from moejax.model.transformer import ModelConfig
+from moejax.model.config import ModelConfig
 
 
 def _attention_weights(cfg: AttentionConfig, dim: int) -> int:
@@ -31,9 +32,11 @@ def linear_flops_per_token(cfg: ModelConfig) -> float:
         "D": 3 * cfg.dim * cfg.ffn_dim,
         "M": experts + 3 * cfg.dim * moe.shared_ffn_dim,
     }
-    mlp = sum(per_layer[kind] for kind in cfg.kinds())
-    attention = cfg.num_layers * _attention_weights(cfg.attention, cfg.dim)
-    return 6.0 * (mlp + attention + cfg.dim * cfg.vocab_size)
+    kinds, heads = cfg.all_kinds(), 1 + cfg.mtp_depth
+    mlp = sum(per_layer[kind] for kind in kinds)
+    attention = len(kinds) * _attention_weights(cfg.attention, cfg.dim)
+    joined = cfg.mtp_depth * 2 * cfg.dim**2
+    return 6.0 * (mlp + attention + joined + heads * cfg.dim * cfg.vocab_size)
 
 
 def attention_flops(cfg: ModelConfig, lengths: ArrayLike) -> float:
@@ -42,7 +45,8 @@ def attention_flops(cfg: ModelConfig, lengths: ArrayLike) -> float:
     lengths = np.asarray(lengths, np.float64)
     width = cfg.attention.num_heads * (cfg.attention.qk_dim + cfg.attention.value_dim) / 2
     squares = 0.0  # twice the pairs of query and key that are seen
-    for window in cfg.windows():
+    windows = cfg.windows()
+    for window in (*windows, *windows[-1:] * cfg.mtp_depth):
         seen = np.minimum(lengths, window) if window else lengths
         squares += float((2 * lengths * seen - seen**2).sum())
     return 6.0 * width * squares
@@ -58,5 +62,6 @@ def flops_per_token(cfg: ModelConfig, segment_ids: np.ndarray) -> float:
 
 def inactive_params(cfg: ModelConfig) -> int:
     """Returns how many expert parameters a token does not use."""
-    idle = cfg.moe.num_experts - cfg.moe.top_k
-    return cfg.kinds().count("M") * idle * 3 * (cfg.moe.latent_dim or cfg.dim) * cfg.moe.ffn_dim
+    moe, width = cfg.moe, cfg.moe.latent_dim or cfg.dim
+    expert = 3 * width * moe.ffn_dim + (2 * moe.ffn_dim + width if moe.bias else 0)
+    return cfg.all_kinds().count("M") * (moe.num_experts - moe.top_k) * expert

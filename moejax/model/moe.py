@@ -36,6 +36,11 @@ class MoEConfig:
     """Width of the shared expert that every token passes; 0: none."""
     shared_gate: bool = False
     """Multiply the shared expert's output by sigmoid(x w), w a vector (Qwen2-MoE)."""
+    bias: bool = False
+    """Biases in the experts' two projections (gpt-oss)."""
+    swiglu_limit: float = 0.0
+    """Clamped SwiGLU in the experts: g = min(gate, limit), u = clip(up, -limit, limit), and
+    (u + 1) g sigmoid(1.702 g) (gpt-oss: 7); 0: silu(gate) up."""
     latent_dim: int = 0
     """Width to which tokens are projected before dispatch, and at which experts work; results are
     projected back after combine. Router and shared expert keep the full width (latent MoE,
@@ -65,6 +70,13 @@ class MoEConfig:
         self.balance.check(self.num_experts, self.top_k)
         if self.shared_gate and not self.shared_ffn_dim:
             raise ValueError("moe.shared_gate=True gates no shared expert: set moe.shared_ffn_dim")
+        if self.swiglu_limit < 0:
+            raise ValueError(f"moe.swiglu_limit={self.swiglu_limit} must be 0 (none) or more")
+        if self.shared_ffn_dim and (self.bias or self.swiglu_limit):
+            raise ValueError(
+                "the shared expert has neither bias nor clamp: set moe.shared_ffn_dim=0, or "
+                "moe.bias=False and moe.swiglu_limit=0"
+            )
         if self.budget and self.budget < 1:
             raise ValueError(
                 f"moe.budget={self.budget} is below a balanced load, so every step would be run "
@@ -128,7 +140,10 @@ class MoE(nnx.Module):
             table_VK = choice.hash_table(rngs.params(), vocab_size, cfg.num_experts, cfg.top_k)
             self.hash_table = params.Buffer(table_VK, dims=("token_id", "slot"))
         width = cfg.latent_dim or dim
-        self.experts = Experts(cfg.num_experts, width, cfg.ffn_dim, impl=cfg.impl, **kinds)
+        self.experts = Experts(
+            cfg.num_experts, width, cfg.ffn_dim, impl=cfg.impl, bias=cfg.bias,
+            swiglu_limit=cfg.swiglu_limit, **kinds,
+        )  # fmt: skip
         if cfg.latent_dim:
             self.w_down = params.normal(rngs, (dim, width), ("embed", "latent"), std, precision)
             self.w_up = params.normal(rngs, (width, dim), ("latent", "embed"), out_std, precision)

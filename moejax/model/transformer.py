@@ -7,10 +7,6 @@ with no mesh, alone:
     logits_BLV = model(tokens_BL)
 """
 
-import dataclasses
-from math import sqrt
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -20,13 +16,14 @@ from moejax.core import collectives, params
 from moejax.core.mesh import Fold
 from moejax.core.precision import PrecisionConfig, at_least_float32
 from moejax.core.sharding import gathered_as, is_dims, to_compute
-from moejax.model.attention import ATTENTIONS, AttentionConfig, Cache
-from moejax.model.attention.memory import Memory, last
-from moejax.model.mlp import MLP
-from moejax.model.moe import MoE, MoEConfig
+from moejax.model.attention import Cache
+from moejax.model.attention.memory import last
+from moejax.model.block import Inputs, Unit
+from moejax.model.config import ModelConfig
+from moejax.model.mtp import MTP
 from moejax.model.norm import RMSNorm
 from moejax.model.rope import rope_table
-from moejax.model.stack import REMAT, scan_layers
+from moejax.model.stack import scan_layers
 from moejax.model.stream import (
     Counts,
     Draw,
@@ -38,158 +35,24 @@ from moejax.model.stream import (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class ModelConfig:
-    """Shape of the decoder."""
-
-    vocab_size: int = 4096
-    """Tokens V that the embedding knows."""
-    dim: int = 256
-    """Width D of the residual stream."""
-    num_layers: int = 4
-    """Layers in all."""
-    first_k_dense: int = 0
-    """Layers at the start with a dense MLP instead of experts."""
-    pattern: str = "M"
-    """Kinds of the layers after those, repeated: "M" a MoE layer, "D" a dense one; in lower case
-    ("m", "d") with attention.window. first_k_dense layers have it where the whole pattern does."""
-    ffn_dim: int = 1024
-    """Width of a dense MLP."""
-    attention: AttentionConfig = AttentionConfig()
-    """Every layer's attention."""
-    moe: MoEConfig = MoEConfig()
-    """Every MoE layer."""
-    norm_eps: float = 1e-6
-    """Added to the mean square in RMSNorm."""
-    tied: bool = False
-    """The head is the embedding, transposed."""
-    init_std: float = 0.02
-    """Standard deviation of initial weights; projections back into the residual stream get
-    init_std / sqrt(2 num_layers) (GPT-2)."""
-    remat: str = "none"
-    """What the backward pass computes again: "none", or "full" (whole layers)."""
-
-    def __post_init__(self):
-        if self.remat not in REMAT:
-            raise ValueError(f"model.remat={self.remat!r}: choose from {', '.join(REMAT)}")
-        if not self.pattern or set(self.pattern) - set("MDmd"):
-            raise ValueError(
-                f"model.pattern={self.pattern!r}: letters M (MoE) and D (dense) only, in lower "
-                "case for layers with attention.window"
-            )
-        if (self.pattern != self.pattern.upper()) != bool(self.attention.window):
-            raise ValueError(
-                f"model.pattern={self.pattern!r} with attention.window={self.attention.window}: "
-                "layers in lower case have a window, and a window needs some (gpt-oss: 'mM')"
-            )
-        rest = self.num_layers - self.first_k_dense
-        if rest < 0 or rest % len(self.pattern):
-            raise ValueError(
-                f"model.num_layers={self.num_layers} less first_k_dense={self.first_k_dense} "
-                f"is not a multiple of the pattern {self.pattern!r}"
-            )
-
-    def worst_case(self) -> "ModelConfig":
-        """Returns the same model with room, on every device, for whatever may arrive there."""
-        return dataclasses.replace(self, moe=dataclasses.replace(self.moe, budget=0.0))
-
-    def stacks(self) -> tuple[tuple[str, int], ...]:
-        """Returns (kinds of one unit, how many) of each run of equal layers."""
-        dense, rest = self.first_k_dense, self.num_layers - self.first_k_dense
-        first = "d" if self.pattern.islower() else "D"
-        runs = ((first, dense), (self.pattern, rest // len(self.pattern)))
-        return tuple((kinds, count) for kinds, count in runs if count)
-
-    def kinds(self) -> str:
-        """Returns the kind of every layer, e.g. "DMMM", windows left out."""
-        return "".join(kinds * count for kinds, count in self.stacks()).upper()
-
-    def windows(self) -> tuple[int, ...]:
-        """Returns the window of every layer, 0: none."""
-        kinds = "".join(kinds * count for kinds, count in self.stacks())
-        return tuple(self.attention.window if kind.islower() else 0 for kind in kinds)
-
-
-class Block(nnx.Module):
-    """x + attention(norm(x)), then x + MLP or MoE(norm(x))."""
-
-    def __init__(self, cfg: ModelConfig, kind: str, fold: Fold, precision, rngs: nnx.Rngs):
-        std, out_std = cfg.init_std, cfg.init_std / sqrt(2 * cfg.num_layers)
-        kinds = dict(std=std, out_std=out_std, fold=fold, precision=precision, rngs=rngs)
-        self.attention_norm = RMSNorm(cfg.dim, cfg.norm_eps, precision)
-        window = cfg.attention.window if kind.islower() else 0
-        self.attention = ATTENTIONS[cfg.attention.kind](
-            cfg.attention, cfg.dim, window=window, eps=cfg.norm_eps, **kinds
-        )
-        self.mlp_norm = RMSNorm(cfg.dim, cfg.norm_eps, precision)
-        if kind.upper() == "M":
-            self.moe = MoE(cfg.moe, cfg.dim, vocab_size=cfg.vocab_size, **kinds)
-        else:
-            self.mlp = MLP(cfg.dim, cfg.ffn_dim, **kinds)
-        self.kind = kind.upper()
-
-    def __call__(
-        self, x_tD: Float[Array, "t D"], stream: Stream, held: Memory | None = None
-    ) -> tuple[Array, dict, Memory | None]:
-        """Returns (x_tD, the MoE's aux, {} for a dense block; what attention is to hold)."""
-        y_tD, held = self.attention(self.attention_norm(x_tD), stream, held)
-        x_tD = x_tD + y_tD
-        normed_tD = self.mlp_norm(x_tD)
-        if self.kind == "D":
-            return x_tD + self.mlp(normed_tD), {}, held
-        y_tD, aux = self.moe(normed_tD, stream)
-        return x_tD + y_tD, aux, held
-
-
-class Inputs(NamedTuple):
-    """What, beside x, differs between the units of a stack, or within one."""
-
-    layer: Int[Array, "..."]
-    """Number of the first MoE layer."""
-    given_MtK: Int[Array, "... M t K"] | None
-    """Experts that each of the unit's M MoE layers has to choose."""
-    probe_M: Float[Array, "... M"] | None
-    """See `Draw.probe_N`."""
-    held: dict[str, Memory] | None = None
-    """What each block's attention holds of the tokens before."""
-
-
-def _nth(x_M: Array | None, nth: int) -> Array | None:
-    """Returns x_M[nth]; None of nothing, and for a dense block behind the last MoE layer."""
-    return None if x_M is None or nth == len(x_M) else x_M[nth]
-
-
-class Unit(nnx.Module):
-    """The layers that one step of the scan runs."""
-
-    def __init__(self, cfg: ModelConfig, kinds: str, fold: Fold, precision, rngs: nnx.Rngs):
-        self.num_blocks = len(kinds)
-        for i, kind in enumerate(kinds):
-            setattr(self, f"block_{i}", Block(cfg, kind, fold, precision, rngs))
-
-    def __call__(self, x_tD, stream: Stream, inputs: Inputs, choices: dict | None = None):
-        """Returns (x_tD, ({block name: aux}, {block name: what attention is to hold}), {block name:
-        choices}); aux and choices of the MoE blocks, of which `inputs.layer` numbers the first; the
-        choices are given where this is computed again."""
-        auxes, holds, made = {}, {}, {}
-        for i in range(self.num_blocks):
-            name, nth = f"block_{i}", len(auxes)
-            mine = stream._replace(
-                layer=inputs.layer + nth,
-                given_tK=_nth(inputs.given_MtK, nth),
-                probe=_nth(inputs.probe_M, nth),
-                recalled_tK=None if choices is None else choices.get(name),
-            )
-            held = None if inputs.held is None else inputs.held[name]
-            x_tD, aux, holds[name] = getattr(self, name)(x_tD, mine, held)
-            if aux:
-                made[name] = aux.pop("experts")
-                auxes[name] = aux
-        return x_tD, (auxes, holds), made
+def _inputs(kinds: str, count: int, first: int, given_NtK, probe_N) -> Inputs:
+    """Returns what differs between `count` units of these kinds, behind `first` MoE layers."""
+    moes = kinds.upper().count("M")
+    numbers = first + moes * jnp.arange(count, dtype=jnp.int32)
+    given, probe = (
+        None if a is None else a[first : first + count * moes].reshape(count, moes, *a.shape[1:])
+        for a in (given_NtK, probe_N)
+    )
+    return Inputs(numbers, given, probe)
 
 
 class Transformer(nnx.Module):
-    """A decoder-only language model."""
+    """A decoder-only language model.
+
+    `embedding` [V', D] and `head` [D, V'] have the padded vocabulary V' (`cfg.padded_vocab`): rows
+    of the V tokens, drawn as if there were no padding, then zeros, which nothing reads and no
+    gradient reaches.
+    """
 
     def __init__(
         self,
@@ -201,21 +64,27 @@ class Transformer(nnx.Module):
         rngs: nnx.Rngs,
     ):
         self.cfg, self.fold, self.precision, self.zero = cfg, fold, precision, zero
-        shape = (cfg.vocab_size, cfg.dim)
-        if cfg.vocab_size % fold.degree("tp"):
+        tp = fold.degree("tp")
+        if cfg.padded_vocab % tp:
             raise ValueError(
-                f"model.vocab_size={cfg.vocab_size} does not divide over tp={fold.degree('tp')}: "
-                f"pad the vocabulary"
+                f"model.vocab_size={cfg.vocab_size}, stored with {cfg.padded_vocab} rows, does not "
+                f"divide over tp={tp}: set model.vocab_multiple={tp}, or a multiple of it"
             )
-        self.embedding = params.normal(rngs, shape, ("vocab", "embed"), cfg.init_std, precision)
+        self.embedding = self._vocab_weight(("vocab", "embed"), rngs)
         for i, (kinds, count) in enumerate(cfg.stacks()):
             make = lambda rngs, kinds=kinds: Unit(cfg, kinds, fold, precision, rngs)  # noqa: E731
             setattr(self, f"stack_{i}", params.stack(make, count, rngs))
         self.final_norm = RMSNorm(cfg.dim, cfg.norm_eps, precision)
         if not cfg.tied:
-            self.head = params.normal(
-                rngs, shape[::-1], ("embed", "vocab"), cfg.init_std, precision
-            )
+            self.head = self._vocab_weight(("embed", "vocab"), rngs)
+        for depth in range(cfg.mtp_depth):
+            setattr(self, f"mtp_{depth}", MTP(cfg, fold, precision, rngs))
+
+    def _vocab_weight(self, dims: tuple[str, ...], rngs: nnx.Rngs) -> nnx.Param:
+        cfg, sizes = self.cfg, {"vocab": self.cfg.vocab_size, "embed": self.cfg.dim}
+        shape = tuple(sizes[dim] for dim in dims)
+        drawn = params.normal(rngs, shape, dims, cfg.init_std, self.precision)
+        return params.padded(drawn, "vocab", cfg.padded_vocab)
 
     def _weight(self, variable: nnx.Param) -> Array:
         """A weight outside the layers, gathered (ZeRO-3) and in the compute dtype."""
@@ -232,8 +101,18 @@ class Transformer(nnx.Module):
         return collectives.psum_scatter(jnp.where(mine_T[:, None], x_TD, 0), tp)
 
     def head_weight(self) -> Float[Array, "D v"]:
-        """Returns the head of this device's slice of the vocabulary."""
+        """Returns the head of this device's slice of the padded vocabulary."""
         return self._weight(self.embedding).T if self.cfg.tied else self._weight(self.head)
+
+    def tokens_here(self) -> Int[Array, ""] | None:
+        """Returns how many columns, the first ones, of this device's `head_weight` are tokens and
+        no padding; None: all."""
+        cfg = self.cfg
+        if cfg.padded_vocab == cfg.vocab_size:
+            return None
+        columns = cfg.padded_vocab // self.fold.degree("tp")
+        first = collectives.axis_index(self.fold["tp"]) * columns
+        return jnp.clip(cfg.vocab_size - first, 0, columns)
 
     def hidden(
         self,
@@ -264,47 +143,76 @@ class Transformer(nnx.Module):
         ids_bS = jnp.concatenate([cache.segment_ids_bS, segment_ids_bL], axis=1)
         return x_tD, Cache(last(ids_bS, cache.segment_ids_bS.shape[1]), layers)
 
-    def _through(self, tokens_bL, segment_ids_bL, positions_bL, counts, draw, cache=None):
-        """Returns (normed hidden states, aux, what the layers hold, where there is a cache)."""
+    def predict_ahead(
+        self,
+        depth: int,
+        h_tD: Float[Array, "t D"],
+        tokens_bL: Int[Array, "b L"],
+        segment_ids_bL: Int[Array, "b L"],
+        positions_bL: Int[Array, "b L"],
+        counts: Counts,
+        draw: Draw = Draw(),  # noqa: B008 - immutable
+    ) -> tuple[Float[Array, "t D"], dict]:
+        """Returns (normed states of the further module `depth`, {"block": aux}, {} if it is dense).
+
+        `h_tD` are the states that `hidden`, or the module before, gave. Tokens, segments and counts
+        are those of `mtp.ahead(batch, depth + 1)`.
+        """
+        batch = (tokens_bL, segment_ids_bL, positions_bL)
+        next_tD, stream, given_NtK = self._prepare(*batch, counts, draw)
+        kind, module = self.cfg.mtp_kind, getattr(self, f"mtp_{depth}")
+        first = self.cfg.kinds().count("M") + depth * kind.upper().count("M")
+        inputs = _inputs(kind, 1, first, given_NtK, draw.probe_N)._replace(next_tD=next_tD[None])
+        definition, *arrays = params.partition(module)
+        weights, buffers = jax.tree.map(lambda a: a[None], arrays)  # as a stack of one
+        dims = params.dims_of(module)[0]
+        x_tD, auxes, _ = self._scan(definition, weights, buffers, dims, h_tD, inputs, stream)
+        return x_tD, jax.tree.map(lambda a: a[0], auxes)
+
+    def _prepare(self, tokens_bL, segment_ids_bL, positions_bL, counts, draw):
+        """Returns (embeddings, stream, the experts given to all MoE layers or None)."""
         cfg, dtype = self.cfg, self.precision.dtype("accum")
         rope = rope_table(positions_bL, cfg.attention.rope_dim, cfg.attention.rope, dtype)
         stream = make_stream(segment_ids_bL, rope, counts, self.fold, tokens_bL, draw)
-        if cache is not None:
-            stream = stream._replace(remembered_ids_bS=cache.segment_ids_bS)
         given_NtK = None
         if draw.routing_bLNK is not None:
             given_TNK = draw.routing_bLNK.reshape(-1, *draw.routing_bLNK.shape[2:])
             given_NtK = my_tokens(given_TNK, self.fold).swapaxes(0, 1)
-        x_tD = collectives.vary(self.embed(tokens_bL), self.fold.all)
+        return collectives.vary(self.embed(tokens_bL), self.fold.all), stream, given_NtK
+
+    def _through(self, tokens_bL, segment_ids_bL, positions_bL, counts, draw, cache=None):
+        """Returns (normed hidden states, aux, what the layers hold, where there is a cache)."""
+        batch = (tokens_bL, segment_ids_bL, positions_bL)
+        x_tD, stream, given_NtK = self._prepare(*batch, counts, draw)
+        if cache is not None:
+            stream = stream._replace(remembered_ids_bS=cache.segment_ids_bS)
         auxes, holds, first = {}, {}, 0
-        for i, (kinds, count) in enumerate(cfg.stacks()):
-            moes, name = kinds.upper().count("M"), f"stack_{i}"
-            numbers = first + moes * jnp.arange(count, dtype=jnp.int32)
-            given, probe = (
-                None if a is None else a[first : first + count * moes].reshape(
-                    count, moes, *a.shape[1:]
-                )
-                for a in (given_NtK, draw.probe_N)
-            )  # fmt: skip
+        for i, (kinds, count) in enumerate(self.cfg.stacks()):
+            name = f"stack_{i}"
             held = None if cache is None or cache.layers is None else cache.layers[name]
-            unit, inputs = getattr(self, name), Inputs(numbers, given, probe, held)
-            x_tD, auxes[name], holds[name] = self._stack(unit, x_tD, inputs, stream)
-            first += count * moes
+            inputs = _inputs(kinds, count, first, given_NtK, draw.probe_N)._replace(held=held)
+            unit = getattr(self, name)
+            dims = jax.tree.map(lambda d: d[1:], params.dims_of(unit)[0], is_leaf=is_dims)
+            pieces = (*params.partition(unit), dims)
+            x_tD, auxes[name], holds[name] = self._scan(*pieces, x_tD, inputs, stream)
+            first += count * kinds.upper().count("M")
         return self.final_norm(x_tD), auxes, holds
 
-    def _stack(self, unit: nnx.Module, x_tD, inputs: Inputs, stream: Stream):
-        definition, weights, buffers = params.partition(unit)
-        dims = jax.tree.map(lambda d: d[1:], params.dims_of(unit)[0], is_leaf=is_dims)
+    def _scan(self, definition, weights, buffers, dims, x_tD, inputs: Inputs, stream: Stream):
+        """Returns (x_tD through stacked units, their aux, what they hold)."""
         zero = self.zero if self.zero == 3 else 0
 
         def weights_of(stored):
             return to_compute(stored[0], dims, self.fold, zero, self.precision), stored[1]
 
         def layer(w, kept, x, stream, choices):
-            mine = params.assemble(definition, w[0], kept[0])
-            return mine(x, stream, kept[1]._replace(probe_M=w[1]), choices)
+            mine, (probe_M, next_tD) = params.assemble(definition, w[0], kept[0]), w[1]
+            inputs = kept[1]._replace(probe_M=probe_M, next_tD=next_tD)
+            return mine(x, stream, inputs, choices)
 
-        stored, kept = (weights, inputs.probe_M), (buffers, inputs._replace(probe_M=None))
+        # What gets a gradient, beside x, is a parameter to the scan.
+        stored = (weights, (inputs.probe_M, inputs.next_tD))
+        kept = (buffers, inputs._replace(probe_M=None, next_tD=None))
         x_tD, (auxes, holds), made = scan_layers(
             layer, weights_of, stored, kept, x_tD, stream, remat=self.cfg.remat
         )
@@ -327,4 +235,4 @@ class Transformer(nnx.Module):
         x_TD, _ = self.hidden(tokens_BL, segment_ids_BL, positions_BL, counts)
         wide = at_least_float32(x_TD.dtype)
         logits_TV = jnp.matmul(x_TD, self.head_weight(), preferred_element_type=wide)
-        return logits_TV.reshape(batch, length, -1)
+        return logits_TV[:, : self.cfg.vocab_size].reshape(batch, length, -1)

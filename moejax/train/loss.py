@@ -3,7 +3,13 @@ short documents count as much as long ones, over its documents' means.
 
 Each microbatch on each device gives a sum divided by global counts, so that adding up over
 devices and microbatches is all it takes, whatever the fold. The vocabulary may be split over tp.
+
+A model that predicts further tokens (`mtp`) is given each microbatch several times: as it is, then
+one token ahead, two, ..., each with targets and counts of its own.
 """
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,12 +52,21 @@ def nll_sum(
     x_TD, w_Dv = collectives.all_gather(x_tD, tp), model.head_weight()
     target_T = collectives.vary(targets_bL.reshape(-1), fold.all)
     local_T = target_T - collectives.axis_index(tp) * w_Dv.shape[1]
-    lse_T, logit_T = logit_stats(x_TD, w_Dv, local_T)
+    lse_T, logit_T = logit_stats(x_TD, w_Dv, local_T, valid_vocab=model.tokens_here())
     peak_T = collectives.pmax(lse_T, tp)
     lse_T = jnp.log(collectives.psum(jnp.exp(lse_T - peak_T), tp)) + peak_T
     nll_T = lse_T - collectives.psum(logit_T, tp)
     weight_T = weights_bL.reshape(-1).astype(nll_T.dtype)
     return jnp.where(weight_T > 0, nll_T * weight_T, 0.0).sum()
+
+
+class Losses(NamedTuple):
+    """This microbatch's shares of what is reported, the same on every device."""
+
+    nll: Float[Array, ""]
+    """Cross-entropy of the next token."""
+    mtp: Float[Array, ""]
+    """Mean of the cross-entropies of the tokens after it; 0 where the model predicts none."""
 
 
 @jax.named_scope("loss")
@@ -60,18 +75,37 @@ def micro_loss(
     micro: Micro,
     counts: Counts,
     draw: Draw = Draw(),  # noqa: B008 - immutable
-) -> tuple[Float[Array, ""], tuple[Float[Array, ""], dict]]:
-    """Returns (loss to differentiate, (cross-entropy part, aux by stack and block)).
+    further: Sequence[tuple[Micro, Counts]] = (),
+    mtp_coeff: float = 0.0,
+) -> tuple[Float[Array, ""], tuple[Losses, dict]]:
+    """Returns (loss to differentiate, (Losses, aux by stack or further module, and block)).
 
-    `micro["weights"]`: see `target_weights`; `counts.targets` is their sum over the step. All are
-    this microbatch's shares of means over the step; the scalars are summed over devices.
-    A step without a single target has loss 0.
+    `micro["weights"]`: see `target_weights`; `counts.targets` is their sum over the step. `further`
+    is the same for each module that predicts further tokens. All are this microbatch's shares of
+    means over the step; the scalars are summed over devices. A step without a single target has
+    loss 0.
     """
-    fold, inputs = model.fold, (micro["tokens"], micro["segment_ids"], micro["positions"])
-    x_tD, auxes = model.hidden(*inputs, counts, draw)
-    nll = nll_sum(model, x_tD, micro["targets"], micro["weights"])
-    nll = collectives.psum(nll / jnp.maximum(counts.targets, 1.0).astype(nll.dtype), fold.batch)
+    fold = model.fold
+    x_tD, auxes = model.hidden(*_inputs(micro), counts, draw)
+    nll, ahead = _mean_nll(model, x_tD, micro, counts), jnp.zeros((), jnp.float32)
+    for depth, (moved, count) in enumerate(further):
+        x_tD, auxes[f"mtp_{depth}"] = model.predict_ahead(
+            depth, x_tD, *_inputs(moved), count, draw
+        )
+        ahead = ahead.astype(nll.dtype) + _mean_nll(model, x_tD, moved, count) / len(further)
+    nll, ahead = collectives.psum((nll, ahead.astype(nll.dtype)), fold.batch)
     extra = jnp.zeros((), nll.dtype)
     for aux in (aux for stack in auxes.values() for aux in stack.values()):
         extra += balance.weighted(aux, model.cfg.moe.balance).sum().astype(extra.dtype)
-    return nll + collectives.psum(extra, fold.tokens), (nll, auxes)
+    loss = nll + mtp_coeff * ahead + collectives.psum(extra, fold.tokens)
+    return loss, (Losses(nll, ahead), auxes)
+
+
+def _inputs(micro: Micro) -> tuple[Array, Array, Array]:
+    return micro["tokens"], micro["segment_ids"], micro["positions"]
+
+
+def _mean_nll(model: Transformer, x_tD, micro: Micro, counts: Counts) -> Float[Array, ""]:
+    """Returns this microbatch and row group's share of the mean over the step."""
+    nll = nll_sum(model, x_tD, micro["targets"], micro["weights"])
+    return nll / jnp.maximum(counts.targets, 1.0).astype(nll.dtype)

@@ -11,8 +11,8 @@ from jaxtyping import Array, Float, Int
 from moejax.core import collectives
 from moejax.core.precision import at_least_float32
 from moejax.model.attention import Cache, empty_cache
+from moejax.train.gradients import stored_to_used
 from moejax.train.state import Layout, TrainState
-from moejax.train.step import stored_to_used
 
 NextLogits = Callable[
     [TrainState, Int[np.ndarray, "1 L"], np.int32, Cache | None],
@@ -49,7 +49,7 @@ def make_next_logits(layout: Layout, slots: int) -> NextLogits:
         logits_tv = logits_tv.at[collectives.axis_index(fold["tp"])].set(logits_v)
         alone = collectives.axis_index(fold["dp"]) == 0
         logits_V = collectives.psum(jnp.where(alone, logits_tv, 0), fold.tokens).reshape(-1)
-        return logits_V, collectives.vary(cache, fold.all)
+        return logits_V[: model.cfg.vocab_size], collectives.vary(cache, fold.all)
 
     own = Cache(P(fold.all or None), P(None, fold.all or None))
     prefill, decode = (

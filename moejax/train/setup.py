@@ -124,7 +124,7 @@ class Run:
         made = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), rows)
         model = self.config.model
         if model.moe.router.replay:
-            more = (model.kinds().count("M"), model.moe.top_k)
+            more = (model.all_kinds().count("M"), model.moe.top_k)
             made["routing"] = jax.ShapeDtypeStruct((*shape, *more), np.int32, sharding=sharding)
         return made
 
@@ -206,7 +206,7 @@ def prepare(config: Sections) -> Run:
     step, again_step = (
         make_train_step(
             config.model, config.optimizer, optimizer, plan, precision, steps,
-            loss_mean=config.train.loss_mean, worst_case=again,
+            loss_mean=config.train.loss_mean, mtp_coeff=config.train.mtp_coeff, worst_case=again,
         )
         for plan, again in ((layout, False), (worst_case, True))
     )

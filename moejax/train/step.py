@@ -16,8 +16,6 @@ the batch again by the step that `worst_case` makes, which clears it, and goes o
 """
 
 import dataclasses
-from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,11 +25,11 @@ from jaxtyping import Array
 
 from moejax.core import collectives
 from moejax.core.precision import PrecisionConfig
-from moejax.core.sharding import gathered
 from moejax.model import balance
-from moejax.model.stream import Counts, Draw, Totals, count_batch, one_microbatch
-from moejax.model.transformer import ModelConfig
-from moejax.train.loss import MEANS, micro_loss, nll_sum, target_weights
+from moejax.model.config import ModelConfig
+from moejax.model.stream import count_batch, one_microbatch
+from moejax.train.gradients import Batch, by_block, by_layer, stored_to_used, sum_micro_grads
+from moejax.train.loss import MEANS, nll_sum
 from moejax.train.optimizer import (
     OptimizerConfig,
     apply_update,
@@ -42,7 +40,6 @@ from moejax.train.optimizer import (
 )
 from moejax.train.state import Layout, TrainState
 
-Batch = dict[str, Array]
 SCALARS = ("loss", "grad_norm", "lr", "skipped", "overflowed", "num_tokens")
 
 
@@ -61,6 +58,9 @@ class TrainConfig:
     loss_mean: str = "token"
     """What the cross-entropy is a mean of: every "token" of the global batch alike, or every
     "document" (a piece, as packed), the mean over its tokens. Balance losses are the same."""
+    mtp_coeff: float = 0.1
+    """Weight of the loss of tokens after the next one, a mean over the modules that predict them
+    (`model.mtp_depth`)."""
     eval_every: int = 100
     """Steps between evaluations (one more at the end); 0: only at the end."""
     eval_batches: int = 16
@@ -72,6 +72,8 @@ class TrainConfig:
         for name in ("steps", "batch_size", "sequence_length", "microbatches"):
             if getattr(self, name) < 1:
                 raise ValueError(f"train.{name}={getattr(self, name)} must be at least 1")
+        if not 0 <= self.mtp_coeff < float("inf"):
+            raise ValueError(f"train.mtp_coeff={self.mtp_coeff} must be finite and not negative")
         if self.loss_mean not in MEANS:
             raise ValueError(f"train.loss_mean={self.loss_mean!r}: choose from {', '.join(MEANS)}")
 
@@ -93,127 +95,11 @@ def batch_spec(layout: Layout) -> P:
     return P(None, layout.fold["dp"] or None, None)
 
 
-def by_layer(auxes: dict, name: str) -> Array:
-    """Returns one aux of every MoE layer, stacked in the order of the layers: [layers, ...]."""
-    stacks = []
-    for stack in auxes.values():
-        if stack:
-            per_block = jnp.stack([aux[name] for aux in stack.values()], axis=1)
-            stacks.append(per_block.reshape(-1, *per_block.shape[2:]))
-    return jnp.concatenate(stacks)
-
-
-class Found(NamedTuple):
-    """What one microbatch gave beside its gradients, or all of a step, stacked."""
-
-    nll: Array
-    auxes: dict
-    """Aux by stack and block: floats."""
-    chosen_tNK: Array | None
-    """Experts [t, layers, K]; None where the model does not record them."""
-    agreed_N: Array | None
-    """Slots that chose the same experts when they were computed again, by layer; None where no
-    layer is."""
-
-
-def _without(auxes: dict, name: str) -> dict:
-    """Returns auxes that do not hold the entry of that name."""
-    drop = lambda aux: {k: v for k, v in aux.items() if k != name}  # noqa: E731
-    return {
-        stack: {block: drop(aux) for block, aux in blocks.items()}
-        for stack, blocks in auxes.items()
-    }
-
-
-def stored_to_used(layout: Layout, stored):
-    """What the layers read of the stored parameters, as this device's own: see the header."""
-    zero = layout.zero if layout.zero == 1 else 0
-    own = collectives.vary(stored, layout.fold.all)
-    return jax.tree.map(lambda w, dims: gathered(w, dims, layout.fold, zero), own, layout.dims)
-
-
-def _by_block(tree: dict, name: str) -> dict:
-    """Returns {stack: {block: the entry of that name}} of the blocks that have one."""
-    return {
-        stack: {block: node[name] for block, node in blocks.items()}
-        for stack, blocks in tree.items()
-        if all(name in node for node in blocks.values()) and blocks
-    }
-
-
-def _load_added(buffers, auxes: dict, fold):
-    """Returns the buffers with this microbatch's load added to that of those before it."""
-    plain = _by_block(auxes, "plain_load_E")
-    if not plain:  # no loss reads it
-        return buffers
-    plain = collectives.psum(plain, fold.tokens)
-    moes = _by_block(buffers, "moe")
-    return jax.tree.map(
-        lambda moe, load: {"moe": moe | {"load_before": moe["load_before"] + load}},
-        moes, plain, is_leaf=lambda node: "load_before" in node,
-    )  # fmt: skip
-
-
-def _weigh_targets(batch: Batch, mean: str, fold) -> tuple[Batch, Totals]:
-    """Returns the batch with the weights of its targets, and the Totals, with their sum."""
-    arrays = (batch["segment_ids"], batch["targets"])
-    weights = jax.vmap(partial(target_weights, mean=mean))(*arrays)
-    total = collectives.psum(weights.sum(), fold.batch)
-    counted = count_batch(*arrays, fold)._replace(targets=jnp.round(total))
-    return batch | {"weights": weights}, counted
-
-
-def _sum_micro_grads(
-    layout: Layout, weights, state: TrainState, batch: Batch, precision, mean: str
-):
-    """Returns (the gradients of the whole step, what its microbatches gave, stacked)."""
-    fold, accum = layout.fold, precision.dtype("accum")
-    key = jax.random.fold_in(state.key, state.step)
-    batch, counted = _weigh_targets(batch, mean, fold)
-
-    def of_micro(buffers, micro, number):
-        model = layout.model(weights, buffers)
-
-        def loss(weights, probe_N):
-            tokens = count_batch(micro["segment_ids"], micro["targets"], fold).tokens
-            draw = Draw(number, key, micro.get("routing"), probe_N)
-            counts = Counts(*counted, tokens)
-            return micro_loss(layout.model(weights, buffers), micro, counts, draw)
-
-        probe_N = None
-        if model.cfg.remat != "none" and (layers := model.cfg.kinds().count("M")):
-            probe_N = collectives.vary(jnp.zeros(layers, jnp.float32), fold.all)
-        (_, (nll, auxes)), (grads, agreed_N) = jax.value_and_grad(
-            loss, argnums=(0, 1), has_aux=True
-        )(weights, probe_N)
-        chosen = None
-        if model.cfg.moe.router.record:
-            chosen = by_layer(auxes, "experts").swapaxes(0, 1)
-        found = Found(nll, _without(auxes, "experts"), chosen, agreed_N)
-        return jax.tree.map(lambda g: g.astype(accum), grads), found
-
-    def add(total, numbered):
-        grads_sum, buffers = total
-        grads, found = of_micro(buffers, *numbered)
-        buffers = _load_added(buffers, found.auxes, fold)
-        return (jax.tree.map(jnp.add, grads_sum, grads), buffers), found
-
-    if batch["tokens"].shape[0] == 1:  # one that is alone pays for no sum
-        one = jax.tree.map(lambda a: a[0], batch)
-        grads, found = of_micro(state.buffers, one, jnp.zeros((), jnp.int32))
-        return grads, jax.tree.map(lambda a: a[None], found)
-    zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, accum), weights)
-    numbered = (batch, jnp.arange(batch["tokens"].shape[0], dtype=jnp.int32))
-    first = (collectives.vary(zeros, fold.all), state.buffers)
-    (grads, _), found = jax.lax.scan(add, first, numbered)
-    return grads, found
-
-
 def _of_step(auxes_m: dict, fold) -> dict:
     """Returns the aux of the whole step: sums over microbatches and devices, of the busiest rank
     the maximum."""
     busiest = jax.tree.map(
-        lambda load: balance.busiest_rank(load, fold).max(axis=0), _by_block(auxes_m, "load_E")
+        lambda load: balance.busiest_rank(load, fold).max(axis=0), by_block(auxes_m, "load_E")
     )
     sums = collectives.psum(jax.tree.map(lambda a: a.sum(axis=0), auxes_m), fold.tokens)
     return {
@@ -254,7 +140,7 @@ def _moe_metrics(auxes: dict, agreed_mN, buffers, cfg: balance.BalanceConfig, fo
     (those of the first time count).
     """
     load_LE = by_layer(auxes, "load_E")
-    bias_LE = by_layer(_by_block(buffers, "moe"), "bias")
+    bias_LE = by_layer(by_block(buffers, "moe"), "bias")
     share_LE = load_LE / jnp.maximum(load_LE.sum(axis=1, keepdims=True), 1.0)
     first = next(aux for blocks in auxes.values() for aux in blocks.values())
     found = {name: by_layer(auxes, name) for name in balance.LOSSES if name in first}
@@ -279,7 +165,9 @@ def _metric_specs(model_cfg: ModelConfig, layout: Layout, with_grads: bool) -> d
     specs: dict = {name: P() for name in SCALARS}
     if with_grads:
         specs["grads"] = layout.specs.params
-    if "M" in model_cfg.kinds():
+    if model_cfg.mtp_depth:
+        specs["mtp_loss"] = P()
+    if "M" in model_cfg.all_kinds():
         specs["moe"] = P()
         if model_cfg.moe.router.record:
             specs["routing"] = P(None, layout.fold.tokens or None)
@@ -295,25 +183,29 @@ def make_train_step(
     total_steps: int,
     *,
     loss_mean: str = "token",
+    mtp_coeff: float = 0.1,
     worst_case: bool = False,
     with_grads: bool = False,
 ) -> jax.stages.Wrapped:
     """Returns the jitted step: (state, batch of [microbatches, rows, L]) -> (state, metrics).
 
     The state is donated. Metrics stay on the device: "loss" (nats a token), "grad_norm", "lr",
-    "num_tokens", "skipped", "overflowed", "moe" by layer, and, where the model records it,
+    "num_tokens", "skipped", "overflowed", "moe" by layer, "mtp_loss" (that of the tokens after the
+    next, without its coefficient) where the model predicts them, and, where the model records it,
     "routing": expert ids [microbatches, rows * L, layers, K]. A batch may hold "routing"
-    [microbatches, rows, L, layers, K]: the experts to be chosen. `loss_mean`: see `TrainConfig`.
-    `worst_case`, for a layout without a budget, takes a state that overflowed for what it was
-    before. `with_grads` adds "grads", where they rest, for tests.
+    [microbatches, rows, L, layers, K]: the experts to be chosen. `loss_mean` and `mtp_coeff`: see
+    `TrainConfig`. `worst_case`, for a layout without a budget, takes a state that overflowed for
+    what it was before. `with_grads` adds "grads", where they rest, for tests.
     """
     schedule, fold = make_schedule(opt_cfg, total_steps), layout.fold
     axes, balances = layout.shard_axes(), model_cfg.moe.balance
 
     def step(state: TrainState, batch: Batch):
         weights, to_rest = jax.vjp(lambda p: stored_to_used(layout, p), state.params)
-        grads, found = _sum_micro_grads(layout, weights, state, batch, precision, loss_mean)
-        loss, auxes = found.nll.sum(), _of_step(found.auxes, fold)
+        grads, found = sum_micro_grads(
+            layout, weights, state, batch, precision, loss_mean, mtp_coeff
+        )
+        loss, auxes = found.losses.nll.sum(), _of_step(found.auxes, fold)
         grads = jax.tree.map(lambda g, w: g.astype(w.dtype), grads, weights)
         (grads,) = to_rest(grads)
         norm = global_norm(grads, axes, collectives.psum)
@@ -332,6 +224,7 @@ def make_train_step(
         count = count_batch(batch["segment_ids"], batch["targets"], fold).targets
         values = (loss, norm, lr, skipped, overflowed, count)
         metrics: dict = dict(zip(SCALARS, values, strict=True))
+        metrics |= {"mtp_loss": found.losses.mtp.sum()} if model_cfg.mtp_depth else {}
         if any(auxes.values()):
             metrics["moe"] = _moe_metrics(auxes, found.agreed_N, buffers, balances, fold)
         metrics |= {} if found.chosen_tNK is None else {"routing": found.chosen_tNK}

@@ -4,8 +4,6 @@ The backward computes a chunk's logits again: d_logits = softmax * d_lse + oneho
 gradient of w is summed in float32 (or wider) over the chunks.
 """
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -22,7 +20,7 @@ def _chunks(a, size: int):
     return padded.reshape(count, size, *a.shape[1:])
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
+@jax.custom_vjp
 def logit_stats(x_TD, w_DV, targets_T, valid_vocab):
     """See the package."""
     size, T = min(CHUNK, x_TD.shape[0]), x_TD.shape[0]
@@ -36,11 +34,11 @@ def logit_stats(x_TD, w_DV, targets_T, valid_vocab):
 
 def _forward(x_TD, w_DV, targets_T, valid_vocab):
     lse_T, target_T = logit_stats(x_TD, w_DV, targets_T, valid_vocab)
-    return (lse_T, target_T), (x_TD, w_DV, targets_T, lse_T)
+    return (lse_T, target_T), (x_TD, w_DV, targets_T, valid_vocab, lse_T)
 
 
-def _backward(valid_vocab, saved, cotangents):
-    x_TD, w_DV, targets_T, lse_T = saved
+def _backward(saved, cotangents):
+    x_TD, w_DV, targets_T, valid_vocab, lse_T = saved
     size, T = min(CHUNK, x_TD.shape[0]), x_TD.shape[0]
     columns_1V = jnp.arange(w_DV.shape[1], dtype=targets_T.dtype)[None]
 
@@ -48,6 +46,8 @@ def _backward(valid_vocab, saved, cotangents):
         x_cD, target_c, lse_c, d_lse_c, d_target_c = at
         logits_cV = reference.logits(x_cD, w_DV, valid_vocab)
         d_cV = jnp.exp(logits_cV - lse_c[:, None]) * d_lse_c[:, None]
+        if valid_vocab is not None:  # where no column counts, that was -inf less -inf
+            d_cV = jnp.where(columns_1V < valid_vocab, d_cV, 0)
         d_cV = jnp.where(columns_1V == target_c[:, None], d_cV + d_target_c[:, None], d_cV)
         d_cV = d_cV.astype(x_cD.dtype)
         dx_cD = product(d_cV, w_DV, ROWS_BY_ROWS)
@@ -58,7 +58,7 @@ def _backward(valid_vocab, saved, cotangents):
     rows = (x_TD, targets_T, lse_T, cotangents[0], jnp.where(known_T, cotangents[1], 0))
     dw_DV = (w_DV * 0).astype(lse_T.dtype)  # a carry starts as varying as it ends
     dw_DV, dx = lax.scan(chunk, dw_DV, tuple(_chunks(a, size) for a in rows))
-    return dx.reshape(-1, x_TD.shape[1])[:T], dw_DV.astype(w_DV.dtype), None
+    return dx.reshape(-1, x_TD.shape[1])[:T], dw_DV.astype(w_DV.dtype), None, None
 
 
 logit_stats.defvjp(_forward, _backward)

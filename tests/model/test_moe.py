@@ -71,8 +71,36 @@ def test_it_equals_numpy(latent_dim, shared_gate):
     assert max_relative_error(y, expected(layer, np.asarray(x, np.float64))) < 1e-5
 
 
+def test_biases_of_experts_are_weighted_as_their_output_is():
+    """D30, as gpt-oss: weight * (h w_out + b_out), h clamped; against numpy, expert by expert."""
+    cfg = MoEConfig(num_experts=E, top_k=K, ffn_dim=F, bias=True, swiglu_limit=1.0)
+    layer = MoE(cfg, D, std=0.7, out_std=0.7, precision=FLOAT32, rngs=nnx.Rngs(1))
+    experts = layer.experts
+    assert experts.b_in.shape == (E, 2, F) and experts.b_out.shape == (E, D)
+    for b in (experts.b_in, experts.b_out):
+        b[...] = jax.random.normal(jax.random.key(b.size), b.shape)
+    x = jax.random.normal(jax.random.key(0), (T, D))
+    y, _ = layer(x, stream())
+    w_in, b_in, w_out, b_out, w_router = (
+        np.asarray(a[...], np.float64)
+        for a in (experts.w_in, experts.b_in, experts.w_out, experts.b_out, layer.w_router)
+    )
+    logits, right = np.asarray(x, np.float64) @ w_router, np.zeros((T, D))
+    for t in range(T):
+        chosen = np.argsort(-logits[t], kind="stable")[:K]
+        chances = np.exp(logits[t, chosen])
+        for e, weight in zip(chosen, chances / chances.sum(), strict=True):
+            gate, up = np.einsum("d,dcf->cf", x[t], w_in[e]) + b_in[e]
+            gate, up = np.minimum(gate, 1), np.clip(up, -1, 1)
+            h = (up + 1) * gate / (1 + np.exp(-1.702 * gate))
+            right[t] += weight * (h @ w_out[e] + b_out[e])
+    assert max_relative_error(y, right) < 1e-5
+
+
 def test_a_gate_without_a_shared_expert_is_refused():
     with pytest.raises(ValueError, match="gates no shared expert"):
         MoEConfig(shared_gate=True)
     with pytest.raises(ValueError, match=r"moe.budget=0.5 is below"):
         MoEConfig(budget=0.5)
+    with pytest.raises(ValueError, match="the shared expert has neither bias nor clamp"):
+        MoEConfig(shared_ffn_dim=8, swiglu_limit=7.0)

@@ -46,6 +46,28 @@ def test_a_padded_column_counts_nowhere():
         np.testing.assert_allclose(target, 3)
 
 
+@pytest.mark.parametrize("impl", ["xla", "reference"])
+def test_a_slice_may_have_no_column_that_counts(impl):
+    """How many count is found on the device; padding gets a gradient of exactly 0."""
+    rng = np.random.default_rng(0)
+    x, w = jnp.asarray(rng.normal(size=(4, 3))), jnp.asarray(rng.normal(size=(3, 5)))
+    targets = jnp.asarray([0, -1, 2, 4], jnp.int32)
+
+    @jax.jit
+    def of(valid):
+        call = lambda x, w: logit_stats(x, w, targets, valid_vocab=valid, impl=impl)  # noqa: E731
+        stats, vjp = jax.vjp(call, x, w)
+        weight = jnp.where(jnp.isfinite(stats[0]), 1.0, 0.0)
+        return stats, vjp((weight, jnp.ones(4)))
+
+    (lse, target), grads = of(0)
+    assert (lse == -jnp.inf).all() and not target.any()
+    assert not any(np.asarray(g).any() for g in grads)
+    (lse, target), (_, dw) = of(3)
+    np.testing.assert_allclose(lse, jax.nn.logsumexp(x @ w[:, :3], axis=1), rtol=1e-6)
+    assert dw[:, :3].all() and not dw[:, 3:].any() and target[3] == 0
+
+
 def test_memory_is_that_of_a_chunk():
     """T*V = 8192 * 4096 float32 logits are 128 MiB; a chunk's are 16."""
     shapes = ((8192, 32), jnp.float32), ((32, 4096), jnp.float32), ((8192,), jnp.int32)

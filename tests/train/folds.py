@@ -67,16 +67,18 @@ DM = (("pattern", "DM"), ("num_layers", 2))
 # Attention of each kind and option; tp=4 has two devices to each key/value head of OLMoE's.
 OLMOE_HEADS = (("attention", shrunken(OLMOE, 8, 2)),)
 LATENTS = shrunken(DEEPSEEK_V3, 8)
-MLA = (("attention", replace(LATENTS, mla=replace(LATENTS.mla, recompute_up=True))),)
+RECOMPUTED = replace(LATENTS, mla=replace(LATENTS.mla, recompute_up=True))
+MLA_MTP = (("attention", RECOMPUTED), ("mtp_depth", 1))
 MLA_LITE = (("attention", shrunken(DEEPSEEK_V2_LITE, 8)), ("remat", "full"))
+GPT_OSS_EXPERTS = (("bias", True), ("swiglu_limit", 0.02), ("shared_ffn_dim", 0))
 WINDOWS = (("attention", shrunken(GPT_OSS, 8, 4)), ("pattern", "mM"), ("num_layers", 2))
 FOLDS = {
     case.name: case
     for case in (
         _case("dp4tp4-ep8-zero1", "all_to_all", model=OLMOE_HEADS, balance=QUANTILE, moe=LATENT, dp=4, tp=4, ep=8, zero=1),  # noqa: E501
         _case("dp4tp4-ep4etp2-zero3", "all_gather", 4, MLA_LITE, balance=SEQUENCE, dp=4, tp=4, ep=4, etp=2, zero=3),  # noqa: E501
-        _case("dp4tp4-ep4etp4-zero3", "ragged", 4, MLA, balance=LOSSES, dp=4, tp=4, ep=4, etp=4, zero=3),  # noqa: E501
-        _case("dp8tp2-ep2etp4-zero0", "reference", model=WINDOWS, router=SIGMOID, balance=BIAS, dp=8, tp=2, ep=2, etp=4, zero=0),  # noqa: E501
+        _case("dp4tp4-ep4etp4-zero3", "ragged", 4, MLA_MTP, balance=LOSSES, dp=4, tp=4, ep=4, etp=4, zero=3),  # noqa: E501
+        _case("dp8tp2-ep2etp4-zero0", "reference", model=WINDOWS, router=SIGMOID, balance=BIAS, moe=GPT_OSS_EXPERTS, dp=8, tp=2, ep=2, etp=4, zero=0),  # noqa: E501
         _case("dp16-ep16-zero1", "all_to_all", balance=SEQUENCE, dp=16, ep=16, zero=1),
         _case("dp8tp2-edp16-zero3", "all_gather", model=(("tied", True),), dp=8, tp=2, zero=3),
         _case("dp4tp4-etp4-zero1", "ragged", 4, (("first_k_dense", 1),), (), SEQUENCE, dp=4, tp=4, etp=4),  # noqa: E501
@@ -93,7 +95,8 @@ FOLDS = {
         _case("dp2tp4-ep2etp2", "all_to_all", dp=2, tp=4, ep=2, etp=2),
     )
 }
-# Every axis, ZeRO stage, dispatcher, all losses and biases, 1 and 4 microbatches, all attention.
+# Every axis, ZeRO stage, dispatcher, all losses and biases, 1 and 4 microbatches, all attention,
+# experts of gpt-oss, a module that predicts a further token.
 COVERING = (
     "dp4tp4-ep8-zero1", "dp4tp4-ep4etp2-zero3", "dp4tp4-ep4etp4-zero3", "dp8tp2-ep2etp4-zero0",
 )  # fmt: skip
