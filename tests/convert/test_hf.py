@@ -72,7 +72,7 @@ def test_what_is_quantised_is_exported_as_the_other_implementation_dequantises_i
     _, weights, buffers = loaded(name)
     hf.save(tmp_path, made.family, made.cfg, weights, buffers, {}, BFLOAT16)
     mine, right = Reader(tmp_path), Reader(made.folder, "dequantized.safetensors")
-    assert len(right.tensors) >= 3
+    assert len(right.tensors) >= 2
     for tensor in right.tensors:
         assert mine.map(tensor).tobytes() == right.map(tensor).tobytes(), tensor
 
