@@ -14,8 +14,8 @@ from moejax.core.precision import PrecisionConfig
 from moejax.data import DataConfig
 from moejax.model.attention import AttentionConfig
 from moejax.model.balance import BalanceConfig
+from moejax.model.config import ModelConfig
 from moejax.model.moe import MoEConfig
-from moejax.model.transformer import ModelConfig
 from moejax.train.checkpoint import CheckpointConfig
 from moejax.train.optimizer import OptimizerConfig
 from moejax.train.step import TrainConfig

@@ -25,7 +25,10 @@ LAYERS = (
     ("moejax.model",),
     ("moejax.parallel",),
     ("moejax.train", "moejax.data", "moejax.convert"),
-    ("moejax.config", "moejax.plan", "moejax.generate", "moejax.evaluate", "moejax"),
+    (
+        *("moejax.config", "moejax.plan", "moejax.trained", "moejax.generate", "moejax.evaluate"),
+        "moejax",
+    ),
     ("configs",),
     ("launch",),
 )

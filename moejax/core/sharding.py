@@ -7,6 +7,7 @@ gradient, and the experts have a data-parallel role of their own (`edp`).
 """
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -76,6 +77,12 @@ def check_divides(abstract: Tree, dims_tree: Tree, table: Table, fold: Fold) -> 
     jax.tree_util.tree_map_with_path(check, abstract, dims_tree)
 
 
+def used_dtype(stored: jnp.dtype, dims: Dims, precision: PrecisionConfig) -> jnp.dtype:
+    """Returns the dtype in which a layer uses a weight: that of matmuls, or, of a router and of
+    what scales channels, the stored one."""
+    return precision.dtype("compute") if len(dims) > 1 and "router" not in dims else stored
+
+
 def to_compute(
     params: Tree, dims_tree: Tree, fold: Fold, zero: int, precision: PrecisionConfig
 ) -> Tree:
@@ -87,8 +94,7 @@ def to_compute(
     """
 
     def one(w, dims):
-        narrow = len(dims) > 1 and "router" not in dims
-        dtype = precision.dtype("compute") if narrow else w.dtype
+        dtype = used_dtype(w.dtype, dims, precision)
         return merge_glu(gathered_as(w, dtype, dims, fold, zero), dims)
 
     return jax.tree.map(one, params, dims_tree)

@@ -73,9 +73,26 @@ class Tokenizer:
         """The text of `ids`; special tokens give none."""
         return self.backend.decode([int(token) for token in ids])
 
+    @cached_property
+    def begin(self) -> list[int]:
+        """What its own rules put before a text (a begin-of-text token); usually nothing."""
+        plain, whole = self.encode("a"), self.backend.encode("a").ids
+        return whole[: whole.index(plain[0])]
+
+    def decode_each(self, ids: Iterable[int], before: Sequence[int]) -> Iterator[str]:
+        """Yields the text of ids that follow those `before`, each as soon as it is whole: bytes of
+        a character that is still incomplete wait."""
+        stream = decoders.DecodeStream(ids=list(before), skip_special_tokens=True)
+        for token in ids:
+            yield stream.step(self.backend, token) or ""
+
     def save(self, path: Path | str) -> None:
-        """Writes a tokenizer.json, which `DataConfig.tokenizer` reads back."""
-        Path(path).write_text(self.backend.to_str(pretty=True), encoding="utf-8")
+        """Writes a tokenizer.json, and beside it which token ends a document; both are what
+        `DataConfig.tokenizer` reads back."""
+        path, eos = Path(path), self.backend.id_to_token(self.eos_id)
+        path.write_text(self.backend.to_str(pretty=True), encoding="utf-8")
+        beside = path.with_name("tokenizer_config.json")
+        beside.write_text(json.dumps({"eos_token": eos}) + "\n", encoding="utf-8")
 
     def check_vocab_size(self, vocab_size: int) -> None:
         """Raises ValueError if a model of `vocab_size` has no row for some of the tokens."""

@@ -113,12 +113,12 @@ class Checkpointer:
         path = self.directory / str(steps[-1] if step is None else step)
         target = _flatten(abstract_state)
         _check_same(path, target, _saved_leaves(path), exact=True)
-        return _unflatten(abstract_state, _restore_leaves(path, target)), _read_extra(path)
+        return _unflatten(abstract_state, _restore_leaves(path, target)), read_extra(path)
 
     def latest_extra(self) -> dict:
         """The JSON part of the latest complete checkpoint; {} if there is none."""
         step = self.latest_step()
-        return {} if step is None else _read_extra(self.directory / str(step))
+        return {} if step is None else read_extra(self.directory / str(step))
 
     def latest_step(self) -> int | None:
         """The newest complete checkpoint's step; None if there is none."""
@@ -140,7 +140,7 @@ def read_metadata(path: Path | str) -> dict[str, jax.ShapeDtypeStruct]:
     `path` is a run folder (its latest complete checkpoint) or one checkpoint. PRNG keys show as
     their raw uint32 data.
     """
-    return _saved_leaves(_find_checkpoint(Path(path)))
+    return _saved_leaves(find_checkpoint(Path(path)))
 
 
 def load_weights(path: Path | str, abstract_params: Abstract, *, subtree: str = "params") -> PyTree:
@@ -150,7 +150,7 @@ def load_weights(path: Path | str, abstract_params: Abstract, *, subtree: str = 
     `subtree` of the saved state are read. Raises as `Checkpointer.restore` does, except that a
     differing float dtype is converted.
     """
-    checkpoint = _find_checkpoint(Path(path))
+    checkpoint = find_checkpoint(Path(path))
     target = {f"{subtree}.{name}": leaf for name, leaf in _flatten(abstract_params).items()}
     saved = _saved_leaves(checkpoint)
     saved = {name: leaf for name, leaf in saved.items() if name.startswith(f"{subtree}.")}
@@ -174,13 +174,18 @@ def _reader() -> ocp.Checkpointer:
     return ocp.Checkpointer(ocp.CompositeCheckpointHandler(handler_registry=_handlers()))
 
 
-def _read_extra(checkpoint: Path) -> dict:
+def read_extra(checkpoint: Path) -> dict:
+    """Returns what a checkpoint holds beside the state: {"config", "compute_dtype", "data"}."""
     with _reader() as reader:
         args = ocp.args.Composite(extra=ocp.args.JsonRestore())
         return reader.restore(checkpoint, args).extra
 
 
-def _find_checkpoint(path: Path) -> Path:
+def find_checkpoint(path: Path) -> Path:
+    """Returns the latest complete checkpoint of a run folder, or `path`, where it is one itself.
+
+    Raises FileNotFoundError for a folder that has none.
+    """
     path = path.resolve()
     if (path / "state").is_dir():
         return path

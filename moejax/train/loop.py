@@ -53,6 +53,7 @@ def train(run: Run) -> int:
     resume_step = run.start_step or None
     if first:
         write_json(folder / "config.json", run.position()["config"])
+        run.tokenizer.save(folder / "tokenizer.json")
     with (
         MetricsWriter(folder, config.log, resume_step=resume_step) if first else nullcontext()
         as writer,
@@ -249,8 +250,9 @@ def _closing_facts(run: Run, steps: int) -> dict[str, Any]:
     train, facts = run.config.train, {}
     if train.sample_tokens:
         slots = min(train.sequence_length, 256)
+        next_logits = make_next_logits(run.worst_case, slots)
         ids = sample(
-            make_next_logits(run.worst_case, slots), run.state, run.tokenizer.encode(PROMPT),
+            next_logits, (run.state.params, run.state.buffers), run.tokenizer.encode(PROMPT),
             num_tokens=train.sample_tokens, vocab_size=run.tokenizer.vocab_size,
         )  # fmt: skip
         if cluster.is_first():

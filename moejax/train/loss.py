@@ -40,13 +40,10 @@ def target_weights(
     return jnp.where(scored_bL, 1 / jnp.maximum(in_mine_bL, 1.0), 0.0)
 
 
-def nll_sum(
-    model: Transformer,
-    x_tD: Float[Array, "t D"],
-    targets_bL: Int[Array, "b L"],
-    weights_bL: Float[Array, "b L"],
-) -> Float[Array, ""]:
-    """Returns the weighted sum of the negative log-likelihoods of this row group's targets."""
+def token_nll(
+    model: Transformer, x_tD: Float[Array, "t D"], targets_bL: Int[Array, "b L"]
+) -> Float[Array, " T"]:
+    """Returns the negative log-likelihood, in nats, of each target of this row group."""
     fold = model.fold
     tp = fold["tp"]
     x_TD, w_Dv = collectives.all_gather(x_tD, tp), model.head_weight()
@@ -55,7 +52,17 @@ def nll_sum(
     lse_T, logit_T = logit_stats(x_TD, w_Dv, local_T, valid_vocab=model.tokens_here())
     peak_T = collectives.pmax(lse_T, tp)
     lse_T = jnp.log(collectives.psum(jnp.exp(lse_T - peak_T), tp)) + peak_T
-    nll_T = lse_T - collectives.psum(logit_T, tp)
+    return lse_T - collectives.psum(logit_T, tp)
+
+
+def nll_sum(
+    model: Transformer,
+    x_tD: Float[Array, "t D"],
+    targets_bL: Int[Array, "b L"],
+    weights_bL: Float[Array, "b L"],
+) -> Float[Array, ""]:
+    """Returns the weighted sum of the negative log-likelihoods of this row group's targets."""
+    nll_T = token_nll(model, x_tD, targets_bL)
     weight_T = weights_bL.reshape(-1).astype(nll_T.dtype)
     return jnp.where(weight_T > 0, nll_T * weight_T, 0.0).sum()
 

@@ -7,7 +7,6 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 from moejax import config as configuration
 from moejax.convert import hf
@@ -15,6 +14,7 @@ from moejax.convert.files import NAMES, Reader, Tensor, Writer
 from moejax.core.mesh import ParallelConfig, fold
 from moejax.train import loop, setup
 from tests.convert.golden import VARIANTS, golden, layout_of, loaded
+from tests.models import word_tokenizer
 from tests.oracle import max_relative_error
 from tests.train.test_loop import folder
 from tests.train.test_resume import RECIPE
@@ -172,17 +172,6 @@ def test_large_tensors_are_split_over_files_with_an_index(tmp_path):
     with pytest.raises(ValueError, match=r"t0: float64\[4, 3\] at 0 does not fit into float32"):
         writer.write("t0", arrays["t0"].astype(np.float64))
     assert len(NAMES) == len(set(NAMES.values()))
-
-
-def word_tokenizer(where, vocab_size: int):
-    """A folder whose tokenizer reads "t5 t3" as the ids 5 and 3; "t0" ends a document."""
-    words = {f"t{i}": i for i in range(vocab_size)}
-    backend = Tokenizer(models.WordLevel(words, unk_token="t1"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
-    backend.add_special_tokens(["t0"])
-    where.mkdir()
-    backend.save(str(where / "tokenizer.json"))
-    return where
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3_yarn", "qwen3_moe_untied"])
