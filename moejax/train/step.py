@@ -28,7 +28,7 @@ from moejax.core.precision import PrecisionConfig
 from moejax.model import balance
 from moejax.model.config import ModelConfig
 from moejax.model.stream import count_batch, one_microbatch
-from moejax.train.gradients import Batch, by_block, by_layer, stored_to_used, sum_micro_grads
+from moejax.train.gradients import Batch, Found, by_block, by_layer, stored_to_used, sum_micro_grads
 from moejax.train.loss import MEANS, nll_sum
 from moejax.train.optimizer import (
     OptimizerConfig,
@@ -160,6 +160,14 @@ def _moe_metrics(auxes: dict, agreed_mN, buffers, cfg: balance.BalanceConfig, fo
     }
 
 
+def _model_metrics(cfg: ModelConfig, found: Found, auxes: dict, buffers, fold) -> dict:
+    """Returns the metrics that only some models have, of the whole step and the new buffers."""
+    metrics: dict = {"mtp_loss": found.losses.mtp.sum()} if cfg.mtp_depth else {}
+    if any(auxes.values()):
+        metrics["moe"] = _moe_metrics(auxes, found.agreed_N, buffers, cfg.moe.balance, fold)
+    return metrics | ({} if found.chosen_tNK is None else {"routing": found.chosen_tNK})
+
+
 def _metric_specs(model_cfg: ModelConfig, layout: Layout, with_grads: bool) -> dict:
     """Returns the PartitionSpecs of a step's metrics."""
     specs: dict = {name: P() for name in SCALARS}
@@ -218,16 +226,11 @@ def make_train_step(
         )  # fmt: skip
         buffers = _update_buffers(state.buffers, auxes, balances, finite & ~overflowed)
         number = state.step + (~overflowed).astype(state.step.dtype)
-        state = TrainState(
-            number, new_params, buffers, opt_state, skipped, overflowed, state.key
-        )
+        state = TrainState(number, new_params, buffers, opt_state, skipped, overflowed, state.key)
         count = count_batch(batch["segment_ids"], batch["targets"], fold).targets
         values = (loss, norm, lr, skipped, overflowed, count)
         metrics: dict = dict(zip(SCALARS, values, strict=True))
-        metrics |= {"mtp_loss": found.losses.mtp.sum()} if model_cfg.mtp_depth else {}
-        if any(auxes.values()):
-            metrics["moe"] = _moe_metrics(auxes, found.agreed_N, buffers, balances, fold)
-        metrics |= {} if found.chosen_tNK is None else {"routing": found.chosen_tNK}
+        metrics |= _model_metrics(model_cfg, found, auxes, buffers, fold)
         return state, metrics | ({"grads": grads} if with_grads else {})
 
     metric_specs = _metric_specs(model_cfg, layout, with_grads)
