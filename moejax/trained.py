@@ -142,6 +142,7 @@ def _from_run(folder: Path, parallel: ParallelConfig, dtype: str) -> Trained:
     tokenizer = _tokenizer(run, config.model)
     compute = extra["compute_dtype"] if dtype == "auto" else dtype
     precision = dataclasses.replace(config.precision, compute_dtype=compute)
+    precision = resolve_precision(precision, None)  # "auto": of a run that was converted
     layout = _layout(config.model, parallel, precision)
     weights = tuple(
         load_weights(checkpoint, target, subtree=part)

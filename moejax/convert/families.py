@@ -87,6 +87,10 @@ def _shared(hf: HF) -> dict[str, Any]:
     return {"moe.shared_ffn_dim": (hf.get("n_shared_experts") or 0) * hf["moe_intermediate_size"]}
 
 
+def _further(hf: HF) -> dict[str, Any]:
+    return {"mtp_depth": hf.get(names.NUM_FURTHER) or 0}
+
+
 def _num_shared(cfg: ModelConfig) -> dict[str, Any]:
     return {"n_shared_experts": cfg.moe.shared_ffn_dim // cfg.moe.ffn_dim or None}
 
@@ -123,7 +127,7 @@ def _v2_to_hf(cfg: ModelConfig) -> dict[str, Any]:
 def _v3_from_hf(hf: HF) -> dict[str, Any]:
     layout = "interleaved" if hf.get("rope_interleave", True) else "half"
     groups = hf.get("n_group") or 1
-    made = rope_from_hf(hf, layout=layout) | _shared(hf)
+    made = rope_from_hf(hf, layout=layout) | _shared(hf) | _further(hf)
     made |= {"moe.router.num_groups": groups, "moe.router.num_group_score": 2 if groups > 1 else 0}
     made |= {"moe.router.topk_groups": hf.get("topk_group") or 1}
     made |= {"moe.router.renormalize": hf.get("norm_topk_prob", True)}
@@ -132,7 +136,10 @@ def _v3_from_hf(hf: HF) -> dict[str, Any]:
 
 def _v3_to_hf(cfg: ModelConfig) -> dict[str, Any]:
     made = _v2_to_hf(cfg) | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
-    return made | {"rope_interleave": cfg.attention.rope.layout == "interleaved"}
+    return made | {
+        "rope_interleave": cfg.attention.rope.layout == "interleaved",
+        names.NUM_FURTHER: cfg.mtp_depth,
+    }
 
 
 # Qwen
@@ -193,7 +200,7 @@ def _gpt_oss_to_hf(cfg: ModelConfig) -> dict[str, Any]:
         "head_dim": cfg.attention.head_dim,
         "sliding_window": cfg.attention.window or None,
         "layer_types": ["sliding_attention" if w else "full_attention" for w in windows],
-        "swiglu_limit": getattr(cfg.moe, "swiglu_limit", 0),
+        "swiglu_limit": cfg.moe.swiglu_limit,
         "experts_per_token": cfg.moe.top_k,
         "attention_bias": True,
     }
@@ -217,7 +224,7 @@ def _olmoe_to_hf(cfg: ModelConfig) -> dict[str, Any]:
 def _glm_from_hf(hf: HF) -> dict[str, Any]:
     partial = (hf.get("rope_parameters") or hf).get("partial_rotary_factor", 0.5)
     groups = hf.get("n_group") or 1
-    return _gqa({**hf, "partial_rotary_factor": partial}) | _shared(hf) | {
+    return _gqa({**hf, "partial_rotary_factor": partial}) | _shared(hf) | _further(hf) | {
         "attention.bias": bool(hf.get("attention_bias")),
         "attention.qk_norm": "head" if hf.get("use_qk_norm") else "",
         "moe.router.num_groups": groups,
@@ -237,6 +244,7 @@ def _glm_to_hf(cfg: ModelConfig) -> dict[str, Any]:
         "n_group": router.num_groups,
         "topk_group": router.topk_groups,
         "norm_topk_prob": router.renormalize,
+        names.NUM_FURTHER: cfg.mtp_depth,
     }
 
 

@@ -11,7 +11,6 @@ that no rule names, one that is missing, and one of another shape stop it, with 
 
 import dataclasses
 import json
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,16 +18,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from moejax.convert import names, quantized
+from moejax.convert import names
+from moejax.convert.arrays import SHOWN, Leaf, Source, check, leaves
 from moejax.convert.families import COMMON_DEFAULTS, FAMILIES, Family
-from moejax.convert.files import Reader, Tensor, Writer
-from moejax.convert.table import Index, Placed, Rule
+from moejax.convert.files import INDEX, SINGLE, Reader, Tensor, Writer
+from moejax.convert.table import Index
 from moejax.core.params import Tree
-from moejax.model.transformer import ModelConfig
-
-# Tensors of old files that hold nothing a model needs: tables that are computed anew.
-NEEDLESS = re.compile(r"rotary_emb\.inv_freq$")
-SHOWN = 5
+from moejax.model.config import ModelConfig
 
 
 def read_config(folder: Path | str) -> tuple[Family, dict[str, Any]]:
@@ -38,12 +34,31 @@ def read_config(folder: Path | str) -> tuple[Family, dict[str, Any]]:
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: give a folder in Hugging Face's format")
     said = json.loads(path.read_text())
+    family = family_of(said, path)
+    return family, _with_depth(path.parent, said)
+
+
+def _with_depth(folder: Path, said: dict[str, Any]) -> dict[str, Any]:
+    """Returns config.json with as many further modules as the files hold: transformers' promise
+    one that they lack."""
+    promised, first = said.get(names.NUM_FURTHER) or 0, said.get("num_hidden_layers", 0)
+    if not promised or not any((folder / name).is_file() for name in (INDEX, SINGLE)):
+        return said
+    held = Reader(folder).tensors
+    layers = (names.LAYER.format(layer=first + depth) for depth in range(promised))
+    depth = sum(f"{layer}eh_proj.weight" in held for layer in layers)
+    return said | {names.NUM_FURTHER: depth}
+
+
+def family_of(said: Mapping[str, Any], where: Path) -> Family:
+    """Returns the family of a config.json, read from `where`. Raises ValueError for a model_type
+    that is not known."""
     kind = said.get("model_type")
     # Kimi-K2 is DeepSeek-V3 under another name.
     kind = "deepseek_v3" if kind == "kimi_k2" else kind
     if kind not in FAMILIES:
-        raise ValueError(f"{path}: model_type={kind!r}; known are {', '.join(FAMILIES)}")
-    return FAMILIES[kind], said
+        raise ValueError(f"{where}: model_type={kind!r}; known are {', '.join(FAMILIES)}")
+    return FAMILIES[kind]
 
 
 def with_leaves(node: Any, values: Mapping[str, Any]) -> Any:
@@ -70,8 +85,8 @@ def leaf_of(node: Any, name: str) -> Any:
 
 # What no checkpoint says: how a model is computed.
 OURS = (
-    "init_std", "remat", "attention.impl", "attention.mla.recompute_up", "moe.dispatch",
-    "moe.budget", "moe.impl",
+    "init_std", "remat", "vocab_multiple", "attention.impl", "attention.mla.recompute_up",
+    "moe.dispatch", "moe.budget", "moe.impl",
 )  # fmt: skip
 
 
@@ -93,23 +108,35 @@ def model_config(
     return with_leaves(ModelConfig(), values | {name: leaf_of(base, name) for name in OURS})
 
 
+# What only a training run does, and no file says.
+TRAINING = ("moe.router.jitter", "moe.router.record", "moe.router.replay")
+
+
 def check_same(folder: Path | str, cfg: ModelConfig) -> None:
     """Raises ValueError, naming leaves, where a model is not the one that a folder holds."""
     family, said = read_config(folder)
-    right = model_config(family, said, cfg)
-    names = [name for name in _names(right) if not name.startswith("moe.balance.")]
-    wrong = [
-        f"model.{name}={leaf_of(cfg, name)!r} (there {leaf_of(right, name)!r})"
-        for name in names
-        if leaf_of(cfg, name) != leaf_of(right, name)
-    ]
+    wrong = differences(family, said, cfg)
     if wrong:
         raise ValueError(f"{folder} holds another model: {', '.join(wrong[:SHOWN])}")
-    if right.moe.balance.biased and not cfg.moe.balance.biased:
+    biased = model_config(family, said, cfg).moe.balance.biased
+    if biased and not cfg.moe.balance.biased:
         raise ValueError(
             f"the routers in {folder} have biases: set model.moe.balance.frozen_bias=True to keep "
             "them as they are, or bias_rate to move them"
         )
+
+
+def differences(family: Family, said: Mapping[str, Any], cfg: ModelConfig) -> list[str]:
+    """Returns "model.LEAF=OURS (there THEIRS)" of each leaf that a config.json has otherwise."""
+    right = model_config(family, said, cfg)
+    # Modules for further tokens may be left out.
+    fewer = ("mtp_depth",) if cfg.mtp_depth < right.mtp_depth else ()
+    skip = ("moe.balance.", *TRAINING, *fewer)
+    return [
+        f"model.{name}={leaf_of(cfg, name)!r} (there {leaf_of(right, name)!r})"
+        for name in _names(right)
+        if not name.startswith(skip) and leaf_of(cfg, name) != leaf_of(right, name)
+    ]
 
 
 def _names(node: Any, above: str = "") -> Iterator[str]:
@@ -129,120 +156,6 @@ def hf_config(family: Family, cfg: ModelConfig, dtype: str = "bfloat16") -> dict
     return kinds | said | more | family.more_to_hf(cfg)
 
 
-class Source:
-    """Their tensors by the names that rules use, quantised ones as bfloat16."""
-
-    def __init__(self, folder: Path | str, said: Mapping[str, Any]):
-        self.reader = Reader(folder)
-        scheme = said.get("quantization_config") or {}
-        rows, columns = scheme.get("weight_block_size") or (128, 128)
-        self._block = (rows, columns)
-
-    def parts(self, name: str) -> tuple[str, ...]:
-        """Returns the stored tensors that make up `name`; () if there is none."""
-        return quantized.names_of(name, self.reader.tensors)
-
-    def read(self, name: str) -> Any:
-        """Returns a tensor that is read where it is looked at. KeyError if there is none."""
-        stored = self.parts(name)
-        if not stored:
-            raise KeyError(name)
-        arrays = [self.reader.map(part) for part in stored]
-        if len(arrays) == 1:
-            return arrays[0]
-        if stored[0] == name:
-            return quantized.lazy_fp8(arrays[0], arrays[1], self._block)
-        return quantized.lazy_mxfp4(arrays[0], arrays[1])
-
-
-@dataclasses.dataclass(frozen=True)
-class Leaf:
-    """One of our arrays, and where it is: a piece for each layer, or one."""
-
-    tree: str
-    """"params" or "buffers"."""
-    path: tuple[str, ...]
-    shape: tuple[int, ...]
-    stacked: bool
-    pieces: tuple[Placed, ...]
-
-    def read(self, source: Source, index: Index, dtype: Any) -> np.ndarray:
-        """Returns a slice of the array."""
-        if not self.stacked:
-            return self.pieces[0].read(source.read, index, dtype)
-        return np.stack(
-            [piece.read(source.read, index[1:], dtype) for piece in self.pieces[index[0]]]
-        )
-
-
-def _flat(tree: Tree, above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    for name, node in tree.items():
-        if isinstance(node, dict):
-            yield from _flat(node, (*above, name))
-        else:
-            yield (*above, name), node
-
-
-def leaves(family: Family, cfg: ModelConfig, params: Tree, buffers: Tree) -> list[Leaf]:
-    """Returns where every array is that a checkpoint holds; the trees may be abstract.
-
-    Raises ValueError for a parameter without a rule, or a rule without a parameter.
-    """
-    ours = {(tree, path): leaf.shape for tree, nodes in (("params", params), ("buffers", buffers))
-            for path, leaf in _flat(nodes)}  # fmt: skip
-    found = []
-    for path, rules in _rules(family, cfg).items():
-        rule = rules[0][0]
-        key = next((key for key in (("params", path), ("buffers", path)) if key in ours), None)
-        if key is None:
-            raise ValueError(f"{family.model_type}: no array {'/'.join(path)} for {rule.name}")
-        shape, stacked = ours.pop(key), path[0].startswith("stack_")
-        inner = shape[1:] if stacked else shape
-        rule.check()
-        pieces = tuple(Placed(rule, prefix, inner) for rule, prefix in rules)
-        found.append(Leaf(*key, shape, stacked, pieces))
-    left = ["/".join(path) for tree, path in ours if tree == "params"]
-    if left:
-        raise ValueError(
-            f"{family.model_type} has no tensors for {', '.join(left[:SHOWN])}"
-            f"{' ...' if len(left) > SHOWN else ''}: the model has parts that this family has not"
-        )
-    return found
-
-
-def _rules(family: Family, cfg: ModelConfig) -> dict[tuple[str, ...], list[tuple[Rule, str]]]:
-    """Returns, by our path, the rule and prefix of each layer's array."""
-    found = {tuple(rule.path.split("/")): [(rule, "")] for rule in names.whole_model(cfg)}
-    first = 0
-    for i, (kinds, count) in enumerate(cfg.stacks()):
-        for j, kind in enumerate(kinds):
-            for rule in family.rules(cfg, kind.upper()):
-                path = (f"stack_{i}", f"block_{j}", *rule.path.split("/"))
-                layers = range(first + j, first + count * len(kinds), len(kinds))
-                found[path] = [(rule, names.LAYER.format(layer=layer)) for layer in layers]
-        first += count * len(kinds)
-    return found
-
-
-def check(leaves: list[Leaf], source: Source) -> None:
-    """Raises ValueError naming tensors that are missing, of another shape, or in no rule."""
-    missing, wrong, used = [], [], set()
-    for leaf in leaves:
-        for piece in leaf.pieces:
-            for name, shape, _ in piece.tensors():
-                stored = source.parts(name)
-                used.update(stored)
-                if not stored:
-                    missing.append(name)
-                elif source.read(name).shape != shape:
-                    wrong.append(f"{name} is {list(source.read(name).shape)}, not {list(shape)}")
-    more = [n for n in source.reader.tensors if n not in used and not NEEDLESS.search(n)]
-    for what, found in (("lacks", missing), ("has another shape:", wrong), ("also has", more)):
-        if found:
-            dots = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-            raise ValueError(f"{source.reader.folder} {what} {', '.join(found[:SHOWN])}{dots}")
-
-
 def load(folder: Path | str, cfg: ModelConfig, target: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
     """Returns (params, buffers) of a folder, where and in the dtypes that the target (abstract
     arrays with shardings) says: each device reads its slice.
@@ -252,7 +165,7 @@ def load(folder: Path | str, cfg: ModelConfig, target: tuple[Tree, Tree]) -> tup
     family, said = read_config(folder)
     source = Source(folder, said)
     known = leaves(family, cfg, *target)
-    check(known, source)
+    check(known, source, cfg)
     by_path = {(leaf.tree, leaf.path): leaf for leaf in known}
 
     def one(tree: str, path: tuple[str, ...], like: Any) -> jax.Array:
@@ -297,27 +210,35 @@ def save(
     """
     trees = {"params": params, "buffers": buffers}
     known = leaves(family, cfg, params, buffers)
-
-    def dtype(leaf: Leaf, name: str) -> np.dtype:
-        return dtypes.get(name, np.dtype(np.float32) if leaf.tree == "buffers" else default)
-
-    plan = {
-        name: Tensor(dtype(leaf, name), shape)
-        for leaf in known
-        for piece in leaf.pieces
-        for name, shape, _ in piece.tensors()
-    }
-    with Writer(folder, dict(sorted(plan.items(), key=lambda item: _natural(item[0])))) as writer:
+    plan = planned(known, dtypes, default)
+    with Writer(folder, plan) as writer:
         for leaf in known:
             array = trees[leaf.tree]
             for part in leaf.path:
                 array = array[part]
             for number, piece in enumerate(leaf.pieces):
                 ours = np.asarray(array[number] if leaf.stacked else array)
-                for name, _, at in piece.tensors():
-                    writer.write(name, piece.write(ours, at).astype(plan[name].dtype))
+                tokens = tuple(slice(0, size) for size in piece.shape)
+                for name, place, values in leaf.write(number, ours[tokens]):
+                    writer.write(name, values.astype(plan[name].dtype), place)
     path = Path(folder).expanduser() / "config.json"
     path.write_text(json.dumps(hf_config(family, cfg, str(default)), indent=2) + "\n")
+
+
+def planned(
+    leaves: list[Leaf], dtypes: Mapping[str, np.dtype], default: np.dtype
+) -> dict[str, Tensor]:
+    """Returns the tensors of a checkpoint, in order; dtypes as `save` says."""
+
+    def dtype(leaf: Leaf, name: str) -> np.dtype:
+        return dtypes.get(name, np.dtype(np.float32) if leaf.tree == "buffers" else default)
+
+    plan = {
+        name: Tensor(dtype(leaf, name), shape)
+        for leaf in leaves
+        for name, shape in leaf.tensors()
+    }
+    return dict(sorted(plan.items(), key=lambda item: _natural(item[0])))
 
 
 def _natural(name: str) -> list[Any]:

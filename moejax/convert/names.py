@@ -1,5 +1,6 @@
 """Where each family keeps its tensors: the rules of a layer and of the whole model."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,6 +8,7 @@ from moejax.convert.table import Rule
 from moejax.model.transformer import ModelConfig
 
 LAYER = "model.layers.{layer}."
+NUM_FURTHER = "num_nextn_predict_layers"
 IN_OUT = dict(ours="in out", theirs="out in")
 
 
@@ -26,7 +28,28 @@ def whole_model(cfg: ModelConfig) -> list[Rule]:
         Rule("embedding", "model.embed_tokens.weight", ours="vocab dim", theirs="vocab dim"),
         vector("final_norm/scale", "model.norm.weight"),
     ]
-    return found if cfg.tied else [*found, linear("head", "lm_head")]
+    if not cfg.tied:
+        found.append(Rule("head", "lm_head.weight", ours="dim vocab", theirs="vocab dim"))
+    return found
+
+
+def further(rules: list[Rule]) -> list[Rule]:
+    """Returns the rules of a module that predicts a further token (DeepSeek-V3, GLM-4.5), with
+    those of its layer."""
+    own = [
+        vector("enorm/scale", "enorm.weight"),
+        vector("hnorm/scale", "hnorm.weight"),
+        linear("proj", "eh_proj"),
+        vector("final_norm/scale", "shared_head.norm.weight"),
+    ]
+    return own + [dataclasses.replace(rule, path=f"block/{rule.path}") for rule in rules]
+
+
+def copies(cfg: ModelConfig) -> list[Rule]:
+    """Returns the rules of what such a module's files repeat of the main model."""
+    found = [Rule("embedding", "embed_tokens.weight", ours="vocab dim", theirs="vocab dim")]
+    path, ours = ("embedding", "vocab dim") if cfg.tied else ("head", "dim vocab")
+    return [*found, Rule(path, "shared_head.head.weight", ours=ours, theirs="vocab dim")]
 
 
 def norms() -> list[Rule]:

@@ -15,6 +15,7 @@ Every process of a run makes the same calls at the same steps; orbax does the ba
 
 import json
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,8 @@ from orbax.checkpoint.checkpoint_managers import (
 type Abstract = PyTree[jax.ShapeDtypeStruct | jax.Array]
 
 FOLDER = "checkpoints"
+STACKED = re.compile(r"\bstack_\d+\.")
+"""In the path of an array whose first dim is the layer."""
 
 
 @dataclass(frozen=True)
@@ -86,10 +89,13 @@ class Checkpointer:
         if step in self._manager.all_steps():
             return False
         extra = json.loads(json.dumps(extra))  # a copy, and what is not JSON raises in this thread
+        raw = jax.tree.map(_raw, _flatten(state))
+        # Layer by layer, so that an export (moejax.convert) reads one layer at a time.
+        by_layer = {n: ocp.SaveArgs(shard_axes=(0,) if STACKED.search(n) else ()) for n in raw}
         return self._manager.save(
             step,
             args=ocp.args.Composite(
-                state=ocp.args.PyTreeSave(jax.tree.map(_raw, _flatten(state))),
+                state=ocp.args.PyTreeSave(raw, save_args=by_layer),
                 extra=ocp.args.JsonSave(extra),
             ),
             force=True,

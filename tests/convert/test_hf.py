@@ -31,9 +31,9 @@ def dtypes_of(name):
     return {tensor: what.dtype for tensor, what in reader.tensors.items()}
 
 
-def saved(name, where, weights, buffers):
+def saved(name, where, weights, buffers, cfg=None):
     made = golden(name)
-    hf.save(where, made.family, made.cfg, weights, buffers, dtypes_of(name), BFLOAT16)
+    hf.save(where, made.family, cfg or made.cfg, weights, buffers, dtypes_of(name), BFLOAT16)
     return Reader(where)
 
 
@@ -53,17 +53,21 @@ def test_there_and_back_is_the_same_to_the_bit(name, tmp_path):
     assert again == right
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3_yarn", "qwen2_moe_mixed", "glm4_moe_plain"])
+@pytest.mark.parametrize("name", ["deepseek_v3_yarn", "deepseek_v3_dense2", "glm4_moe_plain"])
 def test_from_a_fold_of_8_it_is_the_same(name, tmp_path):
-    """Each device reads its slice; what they write together is what was read."""
+    """Each device reads its slice; what they write together is what was read. A vocabulary of 67 is
+    padded to 72, with zeros that are not written."""
     made = golden(name)
-    layout = layout_of(made.cfg, grid=fold(*FOLD8.readings(8)), zero=1)
+    cfg = hf.with_leaves(made.cfg, {"vocab_multiple": 8})
+    layout = layout_of(cfg, grid=fold(*FOLD8.readings(8)), zero=1)
     target = (layout.resting.params, layout.resting.buffers)
-    weights, buffers = hf.load(made.folder, made.cfg, target)
+    weights, buffers = hf.load(made.folder, cfg, target)
+    assert weights["embedding"].shape[0] == -(-cfg.vocab_size // 8) * 8
+    assert not np.asarray(weights["embedding"][cfg.vocab_size :]).any()
     w_in = weights["stack_1"]["block_0"]["moe"]["experts"]["w_in"]
     local = w_in.addressable_shards[0].data
     assert local.size * 8 <= w_in.size and len(w_in.addressable_shards) == 8
-    assert_same_tensors(saved(name, tmp_path, weights, buffers), Reader(made.folder))
+    assert_same_tensors(saved(name, tmp_path, weights, buffers, cfg), Reader(made.folder))
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3_fp8", "gpt_oss_mxfp4"])
@@ -138,6 +142,42 @@ def test_a_router_bias_that_nobody_maps_is_named(tmp_path):
         )  # fmt: skip
 
 
+MTP = "model.layers.2."
+
+
+def test_modules_for_further_tokens():
+    """They may be left out; what repeats the main model's embedding and head has to."""
+    made = golden("deepseek_v3_mtp")
+    assert made.cfg.mtp_depth == 1
+    without = hf.with_leaves(made.cfg, {"mtp_depth": 0})
+    hf.check_same(made.folder, without)
+    layout = layout_of(without)
+    weights, _ = hf.load(made.folder, without, (layout.resting.params, layout.resting.buffers))
+    assert "mtp_0" not in weights
+    two = hf.with_leaves(made.cfg, {"mtp_depth": 2})
+    with pytest.raises(ValueError, match=r"model.mtp_depth=2 \(there 1\)"):
+        hf.check_same(made.folder, two)
+
+
+@pytest.mark.parametrize("tensor", ["embed_tokens.weight", "shared_head.head.weight"])
+def test_a_copy_that_is_none_is_named(tensor, tmp_path):
+    made, (layout, *_) = golden("deepseek_v3_mtp"), loaded("deepseek_v3_mtp")
+    name = MTP + tensor
+    where = altered(made.name, tmp_path / "changed", lambda a: a | {name: a[name] + a[name]})
+    with pytest.raises(ValueError, match=f"other values than the main model's in {name}$"):
+        hf.load(where, made.cfg, (layout.resting.params, layout.resting.buffers))
+
+
+def test_modules_that_are_promised_and_not_there(tmp_path):
+    """transformers writes num_nextn_predict_layers=1 into every config.json."""
+    where = altered(
+        "deepseek_v3_mtp", tmp_path / "changed",
+        lambda a: {name: array for name, array in a.items() if not name.startswith(MTP)},
+    )  # fmt: skip
+    family, said = hf.read_config(where)
+    assert said["num_nextn_predict_layers"] == 0 and hf.model_config(family, said).mtp_depth == 0
+
+
 def test_what_is_no_checkpoint_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"config.json is missing: give a folder"):
         hf.read_config(tmp_path)
@@ -192,7 +232,7 @@ def test_a_converted_model_goes_on_training_under_a_fold(name, folder, tmp_path)
             "--config.train.batch_size=2", f"--config.train.sequence_length={ids.shape[1] + 1}",
             "--config.train.steps=6", "--config.parallel.dp=2", "--config.parallel.ep=2",
             "--config.parallel.etp=2", "--config.model.moe.balance.batch_coeff=0",
-            "--config.model.moe.balance.sequence_coeff=0",
+            "--config.model.moe.balance.sequence_coeff=0", "--config.model.vocab_multiple=2",
         ]
     )  # fmt: skip
     assert read.model.dim == made.cfg.dim and read.model.moe.dispatch == "all_to_all"

@@ -1,73 +1,30 @@
 """The module that predicts a further token, against another implementation: DeepSeek-V3's layer
 beyond the last (`tests/golden/README.md`)."""
 
-from dataclasses import replace
-from functools import cache
+from functools import cache, reduce
+from operator import getitem
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moejax.convert import hf, names
-from moejax.convert.table import Placed
-from moejax.core.params import Tree
+from moejax.convert import arrays
 from moejax.model import mtp
 from moejax.model.stream import count_batch, one_microbatch
 from moejax.train.loss import micro_loss, target_weights
-from tests.convert.golden import golden, layout_of
+from tests.convert.golden import golden, loaded
 from tests.oracle import max_relative_error
 
 MADE = golden("deepseek_v3_mtp")
-CFG = replace(MADE.cfg, mtp_depth=1)
-LAST = names.LAYER.format(layer=CFG.num_layers)
-OWN = (
-    names.vector("enorm/scale", "enorm.weight"),
-    names.vector("hnorm/scale", "hnorm.weight"),
-    names.linear("proj", "eh_proj"),
-    names.vector("final_norm/scale", "shared_head.norm.weight"),
-)
-
-
-def rules() -> dict[tuple[str, ...], list[tuple[hf.Rule, str]]]:
-    """Returns the rules of the model, and those of its further module, by our paths."""
-    found = hf._rules(MADE.family, CFG)
-    block = [("mtp_0/block/", rule) for rule in MADE.family.rules(CFG, "M")]
-    for above, rule in [*block, *(("mtp_0/", rule) for rule in OWN)]:
-        found[tuple((above + rule.path).split("/"))] = [(rule, LAST)]
-    return found
-
-
-def at(tree: Tree, path: tuple[str, ...]):
-    """Returns the node at a path, None if there is none."""
-    for name in path:
-        tree = tree.get(name, {})
-    return None if isinstance(tree, dict) else tree
-
-
-def weights_of(layout) -> tuple[Tree, Tree]:
-    """Returns (params, buffers) as the files have them, in float32."""
-    source = hf.Source(MADE.folder, MADE.said)
-    trees = jax.tree.map(
-        lambda a: np.zeros(a.shape, a.dtype), (layout.abstract.params, layout.abstract.buffers)
-    )
-    count = 0
-    for path, placed in rules().items():
-        array = next(a for a in (at(tree, path) for tree in trees) if a is not None)
-        layers = array if path[0].startswith("stack") else array[None]
-        for layer, (rule, prefix) in zip(layers, placed, strict=True):
-            whole = tuple(slice(None) for _ in layer.shape)
-            layer[...] = Placed(rule, prefix, layer.shape).read(source.read, whole, np.float32)
-        count += path[0].startswith("mtp")
-    assert count == len(jax.tree.leaves(trees[0]["mtp_0"])) + 1, "all of it, and the router's bias"
-    return trees
+CFG = MADE.cfg
 
 
 @cache
 def found():
     """Returns (logits, aux, loss, its gradients), of the further tokens alone."""
-    layout = layout_of(CFG)
-    weights, buffers = weights_of(layout)
+    layout, weights, buffers = loaded(MADE.name)
+    assert CFG.mtp_depth == 1 and (np.asarray(buffers["mtp_0"]["block"]["moe"]["bias"]) != 0).all()
     tokens = jnp.asarray(MADE.arrays["input_ids"], jnp.int32)
     rows, length = tokens.shape
     batch = {
@@ -122,9 +79,10 @@ def test_logits_choices_and_loss():
 def test_gradients(name):
     """Of its own tensors, and through it of the embedding, the head and the main model's norm."""
     grads, right = found()[3], MADE.arrays[f"mtp_grad/{name}"]
-    for path, ((rule, prefix), *_) in rules().items():
-        if prefix + rule.name == name:
-            piece = Placed(rule, prefix, at(grads, path).shape)
-            assert max_relative_error(piece.write(at(grads, path), {}), right) < 2e-5
+    for leaf in arrays.leaves(MADE.family, CFG, grads, loaded(MADE.name)[2]):
+        if leaf.tree == "params" and name in [tensor for tensor, _ in leaf.tensors()]:
+            array = reduce(getitem, leaf.path, grads)
+            ((_, _, mine),) = leaf.pieces[0].write(array)
+            assert max_relative_error(mine, right) < 2e-5
             return
     raise AssertionError(f"no rule for {name}")
