@@ -89,7 +89,8 @@ def run(*arguments: str) -> tuple[float, float]:
     """Returns (seconds, peak GB in memory) of a command of `moejax.convert`. Exits if it fails."""
     command = [sys.executable, "-m", "moejax.convert", *arguments]
     started = time.monotonic()
-    child = subprocess.Popen(command, cwd=Path(__file__).parent.parent)
+    root = Path(__file__).parent.parent
+    child = subprocess.Popen(command, cwd=root, stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(child.pid, 0)
     if status:
         sys.exit(f"{' '.join(arguments)} failed")
