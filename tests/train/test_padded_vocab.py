@@ -61,8 +61,9 @@ def test_padding_changes_nothing(case):
 
 def test_no_logit_of_padding_is_shown():
     made = make_trainer(FOLDED, with_grads=False)
-    prompt = np.asarray([[5, 9, 1]], np.int32)
-    logits, _ = make_next_logits(made.layout, 8)(made.new_state(), prompt, np.int32(0), None)
+    state, prompt = made.new_state(), np.asarray([[5, 9, 1]], np.int32)
+    weights = (state.params, state.buffers)
+    logits, _ = make_next_logits(made.layout, 8)(weights, prompt, np.int32(0), None)
     alone = Transformer(made.model, rngs=nnx.Rngs(0))
     assert logits.shape == (TOKENS,) and alone(prompt).shape == (1, 3, TOKENS)
 
