@@ -34,6 +34,7 @@ def v3() -> Config:
             dim=7168,
             num_layers=61,
             first_k_dense=3,
+            mtp_depth=1,
             ffn_dim=18432,
             attention=AttentionConfig(
                 kind="mla",
@@ -75,13 +76,11 @@ def r1() -> Config:
 
 
 def v3_h100x1024() -> Config:
-    """V3 with its MTP module on 1,024 H100s, the published row's batch: one sequence a time on two
-    GPUs."""
+    """V3 on 1,024 H100s, the published row's batch: one sequence a time on two GPUs."""
     base = v3()
     return replace(
         base,
         name="deepseek_v3_h100x1024",
-        model=replace(base.model, mtp_depth=1),
         parallel=ParallelConfig(dp=512, tp=2, ep=64, zero=3),
         train=replace(base.train, batch_size=8192, microbatches=16),
     )
@@ -93,6 +92,7 @@ def v3_gb200x256() -> Config:
     return replace(
         base,
         name="deepseek_v3_gb200x256",
+        model=replace(base.model, mtp_depth=0),
         parallel=ParallelConfig(dp=256, ep=64, zero=3),
         train=replace(base.train, batch_size=4096, microbatches=16),
     )

@@ -33,6 +33,7 @@ def glm_4_5() -> Config:
             dim=5120,
             num_layers=92,
             first_k_dense=3,
+            mtp_depth=1,
             ffn_dim=12288,
             attention=AttentionConfig(
                 num_heads=96, num_kv_heads=8, head_dim=128, bias=True, qk_norm="head",

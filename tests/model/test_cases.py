@@ -24,6 +24,7 @@ from tests.cases import (
     everywhere,
     layer_program,
     mirrored,
+    once,
     new_layers,
     once,
     place,
@@ -143,7 +144,7 @@ def test_the_routers_linear_bias_counts_and_weights_are_renormalised(at):
     np.testing.assert_allclose(grads[0]["b_router"], mirrored(right), rtol=5e-6, atol=1e-8)
 
 
-@everywhere
+@once
 @pytest.mark.parametrize("low", [-60.0, -200.0])
 def test_tiny_sigmoids_are_normalised_without_an_epsilon(at, low):
     """Case D04: logits [-60, -61, -61, -61] have the probabilities .475367 and thrice .174878, and
