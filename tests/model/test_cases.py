@@ -24,7 +24,6 @@ from tests.cases import (
     everywhere,
     layer_program,
     mirrored,
-    once,
     new_layers,
     once,
     place,
