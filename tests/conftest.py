@@ -7,7 +7,9 @@ work. The closing summary names what was skipped or left out: silence never read
 `JAX_PLATFORMS`, where it is set, is obeyed: a machine with a GPU can run its own tests.
 """
 
+import gc
 from collections import Counter
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,19 @@ jax.config.update("jax_compilation_cache_max_size", 2 * 1024**3)  # bytes; the o
 hypothesis.settings.register_profile("house", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("house")
 
+# Linux lets a process map 65,530 pieces of memory; a compiled train step takes about a thousand.
+MAPS, MOST_MAPS = Path("/proc/self/maps"), 25_000
+
 _deselected: dict[str, str] = {}  # test -> the group it was left out with
+
+
+@pytest.fixture(autouse=True)
+def few_programs() -> Generator[None]:
+    """Forgets compiled programs, after a test, before there are too many of them for a process."""
+    yield
+    if MAPS.exists() and MAPS.read_bytes().count(b"\n") > MOST_MAPS:
+        jax.clear_caches()
+        gc.collect()
 
 
 def pytest_deselected(items: list[pytest.Item]) -> None:
