@@ -95,8 +95,8 @@ def test_bfloat16_is_off_by_its_roundings(name):
     """By the square root of their number along the longest path, for they are independent, times
     2^-8, the most that one is off by, times 2 for what softmax and gates make of an error. 10 a
     layer: two norms, what enters and leaves the attention core, two products of the MLP and the
-    activation between, two sums. Measured: 0.3 to 1.2 of that before the factor 2. Experts are
-    those of the other implementation, so that no near choice turns."""
+    activation between, two sums. Experts are those of the other implementation, so that no near
+    choice turns."""
     made = golden(name)
     layout, weights, buffers = loaded(name, "bfloat16")
     batch, (rows, length) = batch_of(made.arrays["input_ids"]), made.arrays["input_ids"].shape
