@@ -61,7 +61,7 @@ def _without(auxes: dict, name: str) -> dict:
 
 
 def stored_to_used(layout: Layout, stored):
-    """What the layers read of the stored parameters, as this device's own: see the header."""
+    """Returns what the layers read of the stored parameters, as this device's own: see `step`."""
     zero = layout.zero if layout.zero == 1 else 0
     own = collectives.vary(stored, layout.fold.all)
     return jax.tree.map(lambda w, dims: gathered(w, dims, layout.fold, zero), own, layout.dims)

@@ -8,8 +8,10 @@ from flax import nnx
 
 from moejax.core.mesh import Fold
 from moejax.core.precision import PrecisionConfig
+from moejax.model.dispatch import DISPATCHERS
 from moejax.model.moe import MoE, MoEConfig
 from moejax.model.rope import RopeConfig, rope_table
+from moejax.model.router import RouterConfig
 from moejax.model.stream import Counts, make_stream
 from tests.oracle import max_relative_error
 
@@ -22,7 +24,6 @@ def stream():
     rope = rope_table(jnp.arange(T, dtype=jnp.int32)[None], 4, RopeConfig(), jnp.float32)
     count = jnp.asarray(float(T))
     return make_stream(ids, rope, Counts(count, count, one, count), Fold())
-
 
 
 def silu(x):
@@ -95,6 +96,32 @@ def test_biases_of_experts_are_weighted_as_their_output_is():
             h = (up + 1) * gate / (1 + np.exp(-1.702 * gate))
             right[t] += weight * (h @ w_out[e] + b_out[e])
     assert max_relative_error(y, right) < 1e-5
+
+
+def test_filling_experts_up_evens_their_rows_and_changes_nothing_else(monkeypatch):
+    """Room for ceil(6 * 2 / 4) = 3 tokens each; 4 slots a token then, and a budget of as many rows
+    as 2 slots a token would get."""
+    seen = []
+    plain = DISPATCHERS["all_gather"]
+
+    def watched(x_tD, experts, weights, num_experts, fold, budget):
+        made = plain.dispatch(x_tD, experts, weights, num_experts, fold, budget)
+        seen.append((np.asarray(made.sizes_e).tolist(), budget, experts.shape[1]))
+        return made
+
+    monkeypatch.setitem(DISPATCHERS, "all_gather", plain._replace(dispatch=watched))
+    x, found = jax.random.normal(jax.random.key(0), (T, D)), []
+    for fill in (False, True):
+        router = RouterConfig(capacity_factor=1.0, pad_to_capacity=fill)
+        cfg = MoEConfig(num_experts=E, top_k=K, ffn_dim=F, budget=1.5, router=router)
+        layer = MoE(cfg, D, std=0.7, out_std=0.7, precision=FLOAT32, rngs=nnx.Rngs(1))
+        found.append(layer(x, stream()))
+    (y, aux), (filled_y, filled_aux) = found
+    (sizes, budget, slots), (filled_sizes, filled_budget, filled_slots) = seen
+    assert filled_sizes == [3] * E and sum(sizes) < 3 * E
+    assert (budget * slots, filled_budget * filled_slots, filled_slots) == (1.5 * K, 1.5 * K, E)
+    assert aux["dropped"] == filled_aux["dropped"] == K * T - sum(sizes) > 0
+    assert max_relative_error(filled_y, y) < 1e-6
 
 
 def test_a_gate_without_a_shared_expert_is_refused():
