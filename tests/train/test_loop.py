@@ -172,6 +172,19 @@ def test_another_run_gives_weights_and_router_biases_to_a_new_one(folder):
     assert [r["dead"] for r in records if "loss" in r] == [1] * 6
 
 
+def test_both_steps_are_told_what_the_loss_is(folder, monkeypatch):
+    told, real = [], setup.make_train_step
+
+    def noted(*args, **options):
+        told.append((options["loss_mean"], options["mtp_coeff"], options["worst_case"]))
+        return real(*args, **options)
+
+    monkeypatch.setattr(setup, "make_train_step", noted)
+    run = setup.prepare(config(folder, "told", steps=6, loss_mean="document", mtp_coeff=0.3))
+    run.batches.close()
+    assert told == [("document", 0.3, False), ("document", 0.3, True)]
+
+
 def test_an_expert_that_no_token_reaches_is_told_of(folder, monkeypatch, capsys):
     monkeypatch.setattr(loop, "IdleExperts", lambda: IdleExperts(after=3))
     run = setup.prepare(config(folder, "idle", steps=5))
