@@ -146,8 +146,8 @@ def rebuild(cls: type, values: ConfigDict | dict) -> Any:
 def load_recipe(where: str) -> Config:
     """Returns the config of "FILE.py" (its `default` recipe) or "FILE.py:RECIPE".
 
-    FILE is looked for from the current directory, then from the repository. Raises ValueError,
-    naming the recipes there are.
+    FILE is looked for from the current directory, then from the repository. Of a recipe the end of
+    its name does ("h100x256"), where no other ends so. Raises ValueError, naming the recipes.
     """
     file, _, name = where.partition(":")
     found = [p for p in (Path(file), REPOSITORY / file) if p.is_file()]
@@ -161,12 +161,14 @@ def load_recipe(where: str) -> Config:
         and Path(inspect.getfile(value)) == found[0]
         and not key.startswith("_")
     }
-    if (name or found[0].stem) not in recipes:
+    name = name or found[0].stem
+    matches = [name] if name in recipes else [key for key in recipes if key.endswith(f"_{name}")]
+    if len(matches) != 1:
         raise ValueError(
-            f"--config={where}: no recipe {name or found[0].stem!r}; {file} has "
+            f"--config={where}: no recipe {name!r}; {file} has "
             f"{', '.join(f'{file}:{key}' for key in recipes)}"
         )
-    return recipes[name or found[0].stem]()
+    return recipes[matches[0]]()
 
 
 def parse(arguments: Sequence[str]) -> Config:
