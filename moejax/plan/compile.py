@@ -173,13 +173,14 @@ def supervise(
 
     Raises ValueError where it printed "ValueError: ..", and CompileError where it fails otherwise.
     """
-    child = {k: v for k, v in os.environ.items() if k not in ("JAX_PLATFORMS", "XLA_FLAGS")}
-    child |= {
+    child = dict(os.environ) | {
         "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
         "MOSAIC_GPU_DUMP_TO": str(work),  # names the kernel at which the compiler was
         "MOSAIC_GPU_DUMP_RESOURCES": "1",
         "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
     }
+    for name in ("JAX_PLATFORMS", "XLA_FLAGS"):  # the child is for cuda, with our options alone
+        child.pop(name, None)
     with open(work / "stderr", "w+") as errors:
         with subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=child
