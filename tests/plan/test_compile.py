@@ -119,8 +119,7 @@ def compiled(tmp_path_factory) -> compile.Compiled:
 
 
 def read(compiled: compile.Compiled) -> program.Program:
-    rows = program.balanced_rows(shrunken(), 16)
-    return program.read(compiled.text, H100, rows=rows)
+    return program.read_step(compiled.text, shrunken(), H100, 16)
 
 
 @pytest.mark.deviceless
