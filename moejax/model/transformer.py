@@ -100,6 +100,11 @@ class Transformer(nnx.Module):
         x_TD = w_vD[jnp.where(mine_T, id_T, 0)]
         return collectives.psum_scatter(jnp.where(mine_T[:, None], x_TD, 0), tp)
 
+    def scanned(self) -> tuple[str, ...]:
+        """Returns the names of the stacks and the further modules: what `Draw.sums` is of."""
+        stacks = (f"stack_{i}" for i in range(len(self.cfg.stacks())))
+        return (*stacks, *(f"mtp_{depth}" for depth in range(self.cfg.mtp_depth)))
+
     def head_weight(self) -> Float[Array, "D v"]:
         """Returns the head of this device's slice of the padded vocabulary."""
         return self._weight(self.embedding).T if self.cfg.tied else self._weight(self.head)
@@ -166,7 +171,10 @@ class Transformer(nnx.Module):
         definition, *arrays = params.partition(module)
         weights, buffers = jax.tree.map(lambda a: a[None], arrays)  # as a stack of one
         dims = params.dims_of(module)[0]
-        x_tD, auxes, _ = self._scan(definition, weights, buffers, dims, h_tD, inputs, stream)
+        sums = None if draw.sums is None else draw.sums[f"mtp_{depth}"]
+        sums = jax.tree.map(lambda a: a[None], sums)
+        pieces = (definition, weights, buffers, dims)
+        x_tD, auxes, _ = self._scan(*pieces, h_tD, inputs, stream, sums)
         return x_tD, jax.tree.map(lambda a: a[0], auxes)
 
     def _prepare(self, tokens_bL, segment_ids_bL, positions_bL, counts, draw):
@@ -194,11 +202,12 @@ class Transformer(nnx.Module):
             unit = getattr(self, name)
             dims = jax.tree.map(lambda d: d[1:], params.dims_of(unit)[0], is_leaf=is_dims)
             pieces = (*params.partition(unit), dims)
-            x_tD, auxes[name], holds[name] = self._scan(*pieces, x_tD, inputs, stream)
+            sums = None if draw.sums is None else draw.sums[name]
+            x_tD, auxes[name], holds[name] = self._scan(*pieces, x_tD, inputs, stream, sums)
             first += count * kinds.upper().count("M")
         return self.final_norm(x_tD), auxes, holds
 
-    def _scan(self, definition, weights, buffers, dims, x_tD, inputs: Inputs, stream: Stream):
+    def _scan(self, definition, weights, buffers, dims, x_tD, inputs: Inputs, stream, sums):
         """Returns (x_tD through stacked units, their aux, what they hold)."""
         zero = self.zero if self.zero == 3 else 0
 
@@ -214,7 +223,7 @@ class Transformer(nnx.Module):
         stored = (weights, (inputs.probe_M, inputs.next_tD))
         kept = (buffers, inputs._replace(probe_M=None, next_tD=None))
         x_tD, (auxes, holds), made = scan_layers(
-            layer, weights_of, stored, kept, x_tD, stream, remat=self.cfg.remat
+            layer, weights_of, stored, kept, x_tD, stream, remat=self.cfg.remat, sums=sums
         )
         auxes = {name: aux | {"experts": made[name]} for name, aux in auxes.items()}
         return x_tD, auxes, holds

@@ -29,7 +29,7 @@ from moejax.model import balance
 from moejax.model.config import ModelConfig
 from moejax.model.stream import count_batch, one_microbatch
 from moejax.train.gradients import Batch, Found, by_block, by_layer, stored_to_used, sum_micro_grads
-from moejax.train.loss import MEANS, nll_sum
+from moejax.train.loss import MEANS, nll_sums
 from moejax.train.optimizer import (
     OptimizerConfig,
     apply_update,
@@ -256,7 +256,8 @@ def make_eval_step(layout: Layout) -> jax.stages.Wrapped:
             x_tD, _ = model.hidden(
                 micro["tokens"], micro["segment_ids"], micro["positions"], one_microbatch(counted)
             )
-            nll = nll_sum(model, x_tD, micro["targets"], micro["targets"] >= 0)
+            targets_bL = micro["targets"]
+            (nll,) = nll_sums(model, [x_tD], [targets_bL], [targets_bL >= 0])
             nll = collectives.psum(nll, fold.batch)
             return total + nll.astype(total.dtype), counted.targets
 
