@@ -75,16 +75,9 @@ def backward(layer: Layer, weights, buffers, saved, shared, cotangents, remat: s
 
 
 def scan_layers(
-    layer: Layer,
-    weights_of: Callable[[Any], Any],
-    params,
-    buffers,
-    x,
-    shared,
-    *,
-    remat: str = "none",
-    sums=None,
-):
+    layer: Layer, weights_of: Callable[[Any], Any], params, buffers, x, shared, *,
+    remat: str = "none", sums=None,
+):  # fmt: skip
     """Returns (y, aux, choices): x through every layer of stacked `params` and `buffers`, aux and
     choices stacked.
 
@@ -93,10 +86,8 @@ def scan_layers(
     do not. `weights_of(params)` turns one layer's stored parameters into the weights it uses. remat
     "full" saves x and choices alone and computes the layer again.
 
-    `sums`: of the first of a pair of `params`, the gradients of the microbatches before, in the
-    dtype in which they are added up. The "gradient" of the sums is then the sums with this one's,
-    added layer by layer in their place, so that no second array of gradients is made; that first
-    of the pair gets no gradient of its own.
+    `sums`: gradients of the microbatches before, of the first of a pair of `params`, which then
+    gets none. The "gradient" of the sums is the sums with this one's, added in their place.
     """
 
     @jax.custom_vjp
@@ -128,8 +119,8 @@ def scan_layers(
             d_weights, dx = backward(layer, weights, b, saved_l, shared, (dy, daux_l), remat)
             (d_params,) = pull(d_weights)
             if sums is not None:
-                d_stored, d_params = d_params
-                sums = jax.tree.map(partial(_add_to, nth), sums, d_stored)
+                sums = jax.tree.map(partial(_add_to, nth), sums, d_params[0])
+                d_params = d_params[1]
             return (dx, sums), d_params
 
         nth_L = jnp.arange(len(jax.tree.leaves(params)[0]), dtype=jnp.int32)

@@ -27,7 +27,6 @@ from moejax.model.stack import scan_layers
 from moejax.model.stream import (
     Counts,
     Draw,
-    Stream,
     count_batch,
     make_stream,
     my_tokens,
