@@ -39,6 +39,7 @@ from moejax.train.optimizer import (
     num_updates,
 )
 from moejax.train.state import Layout, TrainState
+from pallas_kernels import deviceless
 
 SCALARS = ("loss", "grad_norm", "lr", "skipped", "overflowed", "num_tokens")
 
@@ -182,6 +183,11 @@ def _metric_specs(model_cfg: ModelConfig, layout: Layout, with_grads: bool) -> d
     return specs | ({"grads": layout.specs.params} if with_grads else {})
 
 
+def _options(layout: Layout) -> dict | None:
+    """Returns the compiler options of a step on the layout's devices."""
+    return deviceless.SCHEDULING if layout.mesh.devices.flat[0].platform == "gpu" else None
+
+
 def make_train_step(
     model_cfg: ModelConfig,
     opt_cfg: OptimizerConfig,
@@ -241,7 +247,7 @@ def make_train_step(
         out_specs=(layout.specs, metric_specs),
         check_vma=True,
     )
-    return jax.jit(sharded, donate_argnums=0)
+    return jax.jit(sharded, donate_argnums=0, compiler_options=_options(layout))
 
 
 def make_eval_step(layout: Layout) -> jax.stages.Wrapped:
