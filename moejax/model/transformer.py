@@ -92,12 +92,23 @@ class Transformer(nnx.Module):
 
     @jax.named_scope("embed")
     def embed(self, tokens_bL: Int[Array, "b L"]) -> Float[Array, "t D"]:
-        """Returns the embeddings of this device's tokens; each tp rank looks up its vocabulary."""
-        w_vD, tp = self._weight(self.embedding), self.fold["tp"]
-        id_T = tokens_bL.reshape(-1) - collectives.axis_index(tp) * w_vD.shape[0]
+        """Returns the embeddings of this device's tokens; each tp rank looks up its vocabulary.
+
+        Where the table rests in columns (ZeRO-3) and has more rows than there are tokens, tokens
+        travel to the columns instead: every rank looks up all ranks' tokens in its own.
+        """
+        tp, dp, id_T = self.fold["tp"], self.fold["dp"], tokens_bL.reshape(-1)
+        scattered = self.zero == 3 and len(id_T) < self.embedding.shape[0]
+        w_vD = self.embedding[...] if scattered else self._weight(self.embedding)
+        id_T = collectives.all_gather(id_T, dp) if scattered else id_T
+        id_T = id_T - collectives.axis_index(tp) * w_vD.shape[0]
         mine_T = (id_T >= 0) & (id_T < w_vD.shape[0])
-        x_TD = w_vD[jnp.where(mine_T, id_T, 0)]
-        return collectives.psum_scatter(jnp.where(mine_T[:, None], x_TD, 0), tp)
+        x_TD = jnp.where(mine_T[:, None], w_vD[jnp.where(mine_T, id_T, 0)], 0)
+        x_TD = x_TD.astype(self.precision.dtype("compute"))
+        if scattered:
+            x_nTd = collectives.all_to_all(x_TD, dp).reshape(-1, tokens_bL.size, x_TD.shape[1])
+            x_TD = jnp.moveaxis(x_nTd, 0, 1).reshape(tokens_bL.size, -1)
+        return collectives.psum_scatter(x_TD, tp)
 
     def scanned(self) -> tuple[str, ...]:
         """Returns the names of the stacks and the further modules: what `Draw.sums` is of."""
