@@ -95,11 +95,13 @@ class Transformer(nnx.Module):
         """Returns the embeddings of this device's tokens; each tp rank looks up its vocabulary.
 
         Where the table rests in columns (ZeRO-3) and has more rows than there are tokens, tokens
-        travel to the columns instead: every rank looks up all ranks' tokens in its own.
+        travel to the columns instead: every rank looks up all ranks' tokens in its own. Rows are
+        cast when they have been found, so that the gradients of a frequent token add up unrounded.
         """
         tp, dp, id_T = self.fold["tp"], self.fold["dp"], tokens_bL.reshape(-1)
         scattered = self.zero == 3 and len(id_T) < self.embedding.shape[0]
-        w_vD = self.embedding[...] if scattered else self._weight(self.embedding)
+        gathered = self.zero == 3 and not scattered
+        w_vD = self._weight(self.embedding) if gathered else self.embedding[...]
         id_T = collectives.all_gather(id_T, dp) if scattered else id_T
         id_T = id_T - collectives.axis_index(tp) * w_vD.shape[0]
         mine_T = (id_T >= 0) & (id_T < w_vD.shape[0])
