@@ -10,7 +10,7 @@ chosen by comparing a whole step with a published one.
 
 import dataclasses
 from collections.abc import Iterable
-from math import ceil
+from math import ceil, log2
 from typing import NamedTuple
 
 from moejax.plan.hardware import Cluster
@@ -40,8 +40,8 @@ SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "fp4": 0.5625}
 # and 700 give within 6 %. Its BF16 steps take twice as long, so half of it is lost; 0.75 gives the
 # 716 TFLOPS of cuBLAS at 8192 cubed ("Outperforming cuBLAS on H100: a Worklog", 2024).
 # Blackwell's tensor cores lose no more, at the clock that power leaves them: cuBLAS on a B200 keeps
-# them 96.6 % busy at 8192 cubed, and reaches 1,610 TFLOPS ("Matmul (Blackwell)", the Tilus tutorial;
-# Modular measures 1,763). FP8 and FP4 as Hopper's FP8: the time lost to a tile is the same.
+# them 96.6 % busy at 8192 cubed, and reaches 1,610 TFLOPS ("Matmul (Blackwell)", the tutorial of
+# Tilus; Modular measures 1,763). FP8 and FP4 as Hopper's FP8: the time lost to a tile is the same.
 SUSTAINED = {9: {"bfloat16": 0.75, "fp8": 0.71}, 10: {"bfloat16": 1.0, "fp8": 1.0, "fp4": 1.0}}
 PER_WATT = {9: float("inf"), 10: 1610e12 / 0.966 / 1000}
 """BF16 FLOP/s that a watt buys: what those cores could do on a B200 (1,000 W), which bounds the
@@ -88,6 +88,8 @@ FAR = {"ring": 0.92, "all_to_all": 0.86, "fused_all_to_all": 0.80}
 NVIDIA/nccl-tests#290)."""
 HOP, FAR_HOP = 1.9 * MICRO, 4.0 * MICRO
 """Latency of a ring's step on NVLink and on the network (NCCL, src/graph/tuning.cc, LL128)."""
+BRANCH, FAR_BRANCH = 1.2 * MICRO, 8.5 * MICRO
+"""The same of a tree's (ibidem), by which NCCL sums what is small."""
 HOST_LINK = 0.85
 """Share of PCIe's or NVLink-C2C's bandwidth that a large copy reaches: 54 of 64 GB/s (NVIDIA's
 bandwidthTest on PCIe 5)."""
@@ -177,8 +179,10 @@ def _collective(work: Work, cluster: Cluster) -> float:
         # Each domain's members carry a ring's crossings together, an adapter each.
         inside = work.wire / (cluster.nvlink * near["ring"]) if group.local > 1 else 0.0
         across = work.wire / group.local / (cluster.network * FAR["ring"]) if domains > 1 else 0.0
-        turns = 2 if work.collective == "all_reduce" else 1
-        hops = turns * ((group.size - domains) * HOP + (domains - 1) * FAR_HOP)
+        hops = (group.size - domains) * HOP + (domains - 1) * FAR_HOP
+        if work.collective == "all_reduce":
+            tree = (group.local - 1) * BRANCH + log2(domains) * FAR_BRANCH
+            hops = 2 * min(hops, tree)
         return max(inside, across) + max(hops, _latency(cluster, domains))
     kind = "fused_all_to_all" if work.collective == "fused_all_to_all" else "all_to_all"
     far = work.wire * (group.size - group.local) / (group.size - 1)
@@ -338,7 +342,7 @@ class _Player:
 
 
 def _steady(events: Iterable[Event], cluster: Cluster, path: str) -> Timeline:
-    """Returns the second turn of a loop's body: lanes, and work begun, are as the first left them."""
+    """Returns the second turn of a loop's body: lanes and work begun are as the first left them."""
     first = _Player(cluster, path, dict.fromkeys(LANES, 0.0), {})
     first.play(events)
     tails = {lane: max(free - first.now, 0.0) for lane, free in first.free.items()}
