@@ -75,13 +75,12 @@ def layer_weights(setup: Setup, cluster: Cluster, layer: Layer, phase: str) -> t
     dense, experts = layer_params(setup.model, kind)
     dense, experts = dense / setup.tp, experts / (setup.ep * setup.etp)
     found = []
-    for axis, params in (("dp", dense), ("edp", experts)):
-        size = setup.group(axis, cluster).size
-        rest = size if setup.zero == 3 else 1
+    for axis, params, arrays in (("dp", dense, _arrays(setup.model, kind)), ("edp", experts, 2)):
+        rest = setup.group(axis, cluster).size if setup.zero == 3 else 1
         if not params:
             continue
         if phase == "reduce":
-            # float32 gradients; then into the stack of all layers'.
+            # float32 gradients, which are reduced together; then into the stack of all layers'.
             found.append(_memory(6 * params, "backward"))
             if rest > 1:
                 found.append(_gather(setup, cluster, axis, 4 * params, phase))
@@ -89,8 +88,15 @@ def layer_weights(setup: Setup, cluster: Cluster, layer: Layer, phase: str) -> t
             continue
         found.append(_memory(6 * params / rest, phase))
         if rest > 1:
-            found.append(_gather(setup, cluster, axis, 2 * params, phase))
+            found += [_gather(setup, cluster, axis, 2 * params / arrays, phase)] * arrays
     return tuple(Run(work) for work in found)
+
+
+def _arrays(model: ModelConfig, kind: str) -> int:
+    """Returns in how many gathers the weights that dp shares come: as they are used, one after the
+    other."""
+    attention = 2 if model.attention.kind == "gqa" else 4
+    return attention + 1 + (2 if kind == "D" or model.moe.shared_ffn_dim else 0)
 
 
 def _memory(size: float, phase: str) -> Work:
