@@ -195,9 +195,9 @@ def _latency(cluster: Cluster, domains: float) -> float:
 
 
 COMPUTE, COMMUNICATION, COPIES = LANES = ("compute", "communication", "host")
-STOLEN_CORES = 20
-"""Cores that communication takes from compute while both run: DeepEP's default, whose cost the
-Megatron Core MoE paper puts at about 20 % of the matmuls' speed on 132 of them."""
+BESIDE = 0.8
+"""Speed of compute beside communication, which takes cores from it: DeepEP's 20 cores cost the
+matmuls about 20 % (the Megatron Core MoE paper)."""
 
 
 class Key(NamedTuple):
@@ -298,8 +298,7 @@ class _Player:
             self._expose(work, length)
 
     def _slowed(self, start: float, length: float) -> float:
-        """Returns how long compute takes from `start` on, with the cores that are left to it."""
-        slow = 1 - STOLEN_CORES / self.cluster.gpu.cores
+        """Returns how long compute takes from `start` on."""
         now, left = start, length
         for begin, end in self.talking:
             if end <= now:
@@ -308,8 +307,8 @@ class _Player:
             now, left = now + alone, left - alone
             if left <= 0 or now < begin:
                 break
-            done = min(left, (end - now) * slow)
-            now, left = now + done / slow, left - done
+            done = min(left, (end - now) * BESIDE)
+            now, left = now + done / BESIDE, left - done
         return now + left - start
 
     def _start(self, work: Work, key: str) -> None:
