@@ -32,6 +32,8 @@ SKIPPED = {
     *("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "partition-id"),
     *("replica-id", "after-all", "opt-barrier", "iota", "add-dependency"),
 }
+FLOPS_A_BYTE = 300
+"""What a GPU does of either in the same time, about: it orders lists by importance."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,23 +231,24 @@ class Row:
     wire: float
     """Bytes that a GPU sends in all of them."""
     inside: tuple[str, ...]
-    """What runs between start and done: kind and name, the most FLOPs and bytes first."""
+    """What runs between start and done: kind and name, the longest first."""
 
 
 def collectives(program: Program) -> list[Row]:
     """Returns the collectives of a step, the most bytes first."""
-    found: dict[tuple, list] = {}
+    found: dict[Row, tuple[float, float, dict[str, float]]] = {}
     for work, times, beside, inside in _spans(program.events, 1):
-        key = (work.role, work.collective, work.phase, work.group, beside)
-        kept = found.setdefault(key, [0.0, 0.0, {}])
-        kept[0] += times
-        kept[1] += times * work.wire
+        alike = Row(work.role, work.collective, work.phase, work.group, beside, 0, 0, ())
+        count, wire, sizes = found.setdefault(alike, (0.0, 0.0, {}))
+        found[alike] = count + times, wire + times * work.wire, sizes
         for one in inside:
             name = f"{one.kind} {one.name}"
-            kept[2][name] = kept[2].get(name, 0.0) + times * (one.bytes + one.flops / 300)
+            sizes[name] = sizes.get(name, 0.0) + times * (one.bytes + one.flops / FLOPS_A_BYTE)
     rows = [
-        Row(*key, count, wire, tuple(sorted(inside, key=lambda name: -inside[name])))
-        for key, (count, wire, inside) in found.items()
+        dataclasses.replace(
+            row, count=count, wire=wire, inside=tuple(sorted(sizes, key=lambda n: -sizes[n]))
+        )
+        for row, (count, wire, sizes) in found.items()
     ]
     return sorted(rows, key=lambda row: -row.wire)
 
