@@ -43,6 +43,8 @@ class Program:
     events: tuple[Event, ...]
     kernels: dict[str, float]
     """Our kernels by name: calls a step."""
+    again: dict[str, float]
+    """FLOPs by name that XLA's own rematerialisation computes a second time, short of memory."""
     notes: tuple[str, ...]
     """What the program leaves open, and how it was taken."""
 
@@ -68,7 +70,7 @@ def read(
     walk = _Walk(module, Reader(module, cluster.domain, rows), window)
     events = walk.events(module.entry, 1, Context())
     notes = [f"experts' rows: {rows:,.0f} a device and microbatch, an even load"] * (rows < 1e18)
-    return Program(events, walk.kernels, (*notes, *dict.fromkeys(walk.notes)))
+    return Program(events, walk.kernels, walk.again, (*notes, *dict.fromkeys(walk.notes)))
 
 
 @dataclasses.dataclass
@@ -77,6 +79,7 @@ class _Walk:
     reader: Reader
     window: int
     kernels: dict[str, float] = dataclasses.field(default_factory=dict)
+    again: dict[str, float] = dataclasses.field(default_factory=dict)
     notes: list[str] = dataclasses.field(default_factory=list)
 
     def events(self, computation: str, times: float, context: Context) -> tuple[Event, ...]:
@@ -98,6 +101,8 @@ class _Walk:
                 found.append(Done(one.operands[0]))
             elif work := self.reader.work(one, context):
                 self.count(one, times)
+                if work.flops and self.reader.again(one):
+                    self.again[work.name] = self.again.get(work.name, 0) + times * work.flops
                 beside = one.opcode.endswith("-start")
                 found.append(Start(work, one.name) if beside else Run(work))
             elif one.opcode.endswith("-start"):
