@@ -154,7 +154,7 @@ LEFT_OUT = (
 
 
 MISSES = """\
-The misses: **gpt-oss** runs at half of what is predicted. What is missing is the same everywhere: 5
+The misses: **gpt-oss** runs at half to three quarters of what is predicted. What is missing: 5
 to 10 ms a layer and 16,384 tokens on Blackwell, 22 on H100, or 60 GB of memory traffic, as seven
 passes over attention's scores would be. Attention with sinks that is not fused would explain it
 (Transformer Engine falls back to that where cuDNN is too old: TransformerEngine#2318); no source
