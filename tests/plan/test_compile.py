@@ -79,9 +79,10 @@ def test_a_child_that_fails_says_on_what(tmp_path):
     """The last fatal line, the instruction, and the kernel that was written last."""
     code = """
 import pathlib, os, sys
-folder = pathlib.Path(os.environ["MOSAIC_GPU_DUMP_TO"])
-for name in ("router_0", "grouped_gemm_forward_0"):
-    (folder / f"{name}.resources.txt").write_text("")
+if "MOSAIC_GPU_DUMP_TO" in os.environ:  # the second time
+    folder = pathlib.Path(os.environ["MOSAIC_GPU_DUMP_TO"])
+    for name in ("router_0", "grouped_gemm_forward_0"):
+        (folder / f"{name}.resources.txt").write_text("")
 print("%all-reduce.3 = f32[] all-reduce(%x), replica_groups={}", file=sys.stderr)
 print("E1130 17:56:06.668 31234 error_handler.cc:38] LLVM ERROR: Cannot select", file=sys.stderr)
 os.abort()
@@ -139,9 +140,10 @@ def test_kinds_of_memory_add_up_to_the_compilers_totals(compiled):
     assert found.kinds["optimizer"] == 2 * weights + 8
     # Gradients are summed in float32 where the weights rest.
     assert found.kinds["gradient sums"] == pytest.approx(weights, rel=0.02)
-    width = shrunken().model.dim * 2 * 1024 * 2  # two rows of 1,024 tokens on a GPU, in bfloat16
+    # The input of both MoE layers, two rows of 1,024 tokens each, is kept in bfloat16; a dense
+    # layer that is alone is no loop.
     block = sum(size for name, size in found.saved.items() if "bf16" in name)
-    assert block == shrunken().model.num_layers * width
+    assert block == 2 * shrunken().model.dim * 2 * 1024 * 2
     assert found.kinds.get("other", 0) < 0.02 * found.total
 
 
