@@ -10,17 +10,28 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.attention.blackwell_parts import (
+    BY_LANE,
+    BY_QUAD,
+    LINE,
+    PER_ROW,
+    ROWS,
+    across,
+    key_bounds,
+    launch,
+    mask,
+    pad_last,
+    put_lines,
+    seen_by_rows,
+    slot_of,
+    swizzled,
+)
 from pallas_kernels.attention.reference import NOTHING
 from pallas_kernels.varying import varying_as
 
 OLDEST_JAX = (0, 12)
-ROWS = 128  # queries of a tile, the lanes of tensor memory
-LINE = 64  # elements of a swizzled line of 128 bytes
 FLOOR = NOTHING / 2  # a peak that no score is below
 SLACK = 8.0  # how far, in powers of two, a score may exceed the peak in use
-BY_LANE = plgpu.Layout.TCGEN05_TMEM_NATIVE  # a thread holds a row
-PER_ROW = BY_LANE.reduce(1)
-PER_COL = BY_LANE.reduce(0)
 
 
 class Plan(NamedTuple):
@@ -52,32 +63,11 @@ class Scratch(NamedTuple):
     o_ready: Any
 
 
-def key_bounds(first_BL, S: int, keys: int):
-    B, L = first_BL.shape
-    tiles = -(-L // (2 * ROWS)) * 2
-    i_L = jnp.arange(tiles * ROWS, dtype=jnp.int32)
-    last_L = i_L + (S - L)
-    first = jnp.pad(first_BL, ((0, 0), (0, tiles * ROWS - L)), constant_values=S)
-    sees = first <= last_L
-    first = first.reshape(B, tiles, ROWS)
-    sees_T, last_T = sees.reshape(first.shape), last_L.reshape(tiles, ROWS)
-    lo = jnp.where(sees_T, first, S).min(-1) // keys
-    hi = jnp.where(sees_T, last_T // keys + 1, 0).max(-1)
-    lo = jnp.minimum(lo, hi)
-    plain_from = jnp.clip((first.max(-1) + (keys - 1)) // keys, lo, hi)
-    plain_to = jnp.clip((last_T[:, 0] + 1) // keys, plain_from, hi)
-    return jnp.stack([lo, hi, plain_from, plain_to], -1).astype(jnp.int32)
-
-
-def _ring(n, stages: int):
-    return lax.rem(n, jnp.int32(stages))
-
-
 def _kernel(bounds, first, q, k, v, out, lse, *scratch, plan: Plan):
     s = Scratch(*scratch)
     batch, head = lax.axis_index("batch"), lax.axis_index("head")
     num_pairs = bounds.shape[1] // 2
-    pair = num_pairs - 1 - lax.axis_index("pair")
+    pair = num_pairs - 1 - lax.axis_index("tile")
     wg = lax.axis_index("wg")
 
     def span(t):
@@ -106,7 +96,7 @@ def _feed(span, q, k, v, at, s: Scratch, plan: Plan):
     g = lax.div(head, jnp.int32(plan.group))
 
     def fetch(n, source, ring, landed):
-        at, slot = pl.ds((lo + n) * keys, keys), _ring(n, plan.stages)
+        at, slot = pl.ds((lo + n) * keys, keys), slot_of(n, plan.stages)
         plgpu.copy_gmem_to_smem(source.at[batch, at, g], ring.at[slot], landed.at[slot])
 
     fetch_k = partial(fetch, source=k, ring=s.k, landed=s.k_landed)
@@ -117,11 +107,11 @@ def _feed(span, q, k, v, at, s: Scratch, plan: Plan):
 
         @pl.when((n >= plan.stages) & (n < count))
         def _():
-            plgpu.barrier_wait(used.at[_ring(n, plan.stages)])
+            plgpu.barrier_wait(used.at[slot_of(n, plan.stages)])
             fetch(n)
 
     def scores(n):
-        j, slot = lo + n, _ring(n, plan.stages)
+        j, slot = lo + n, slot_of(n, plan.stages)
         plgpu.barrier_wait(s.k_landed.at[slot])
         for t, (own_lo, own_hi) in enumerate(spans):
 
@@ -138,7 +128,7 @@ def _feed(span, q, k, v, at, s: Scratch, plan: Plan):
         plgpu.tcgen05_commit_arrive(s.k_used.at[slot])
 
     def values(n):
-        j, slot = lo + n, _ring(n, plan.stages)
+        j, slot = lo + n, slot_of(n, plan.stages)
         plgpu.barrier_wait(s.v_landed.at[slot])
         for t, (own_lo, own_hi) in enumerate(spans):
 
@@ -166,10 +156,6 @@ def _feed(span, q, k, v, at, s: Scratch, plan: Plan):
     lax.fori_loop(0, count, step, None)
 
 
-def _across(x, shape, dim=0):
-    return lax.broadcast_in_dim(x, shape, (dim,))
-
-
 def _softmax(bounds, first, out, lse, at, t, s: Scratch, plan: Plan):
     batch, tile, head = at
     lo, hi, plain_from, plain_to = bounds
@@ -178,27 +164,14 @@ def _softmax(bounds, first, out, lse, at, t, s: Scratch, plan: Plan):
     rows = pl.ds(row0, ROWS)
     part = (ROWS, 32)
 
-    def mask(j):
-        """Masks the scores where they are, which few blocks need."""
+    def hide(j):
         first_R = plgpu.load(first.at[batch, rows], layout=PER_ROW, optimized=False)
-        last_R = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=PER_ROW)
-        key = plgpu.broadcasted_iota(jnp.int32, part, 1, layout=BY_LANE)
-
-        def columns(c, _):
-            key0, x_ref = j * keys + c * 32, s.s.at[:, pl.ds(t * keys + c * 32, 32)]
-            x = plgpu.async_load_tmem(x_ref, layout=BY_LANE)
-            plgpu.wait_load_tmem()
-            seen = key >= _across(first_R - key0, part)
-            seen &= key <= _across(last_R + (row0 + plan.offset - key0), part)
-            plgpu.async_store_tmem(x_ref, jnp.where(seen, x, -jnp.inf))
-
-        lax.fori_loop(0, keys // 32, columns, None)
-        plgpu.commit_tmem()
+        mask(s.s, t * keys, keys, seen_by_rows(first_R, row0 + plan.offset, j * keys))
 
     def rescale(alpha):
         def part_of(c, _):
             part = s.o.at[:, pl.ds(t * width + c * 32, 32)]
-            scaled = plgpu.async_load_tmem(part, layout=BY_LANE) * _across(alpha, (ROWS, 32))
+            scaled = plgpu.async_load_tmem(part, layout=BY_LANE) * across(alpha, (ROWS, 32))
             plgpu.wait_load_tmem()
             plgpu.async_store_tmem(part, scaled)
 
@@ -207,7 +180,7 @@ def _softmax(bounds, first, out, lse, at, t, s: Scratch, plan: Plan):
     def step(j, carry):
         peak, total = carry
         plgpu.barrier_wait(s.s_ready.at[t])
-        pl.when((j < plain_from) | (j >= plain_to))(lambda: mask(j))
+        pl.when((j < plain_from) | (j >= plain_to))(lambda: hide(j))
         at = [t * keys + c for c in range(0, keys, part[1])]
         xs = [plgpu.async_load_tmem(s.s.at[:, pl.ds(c, part[1])], layout=BY_LANE) for c in at]
         plgpu.wait_load_tmem()
@@ -218,7 +191,7 @@ def _softmax(bounds, first, out, lse, at, t, s: Scratch, plan: Plan):
         alpha = jnp.exp2(peak - new)
         total, ps = total * alpha, []
         for x in xs:
-            p = jnp.exp2(x * to_log2 - _across(new, part))
+            p = jnp.exp2(x * to_log2 - across(new, part))
             total += p.sum(axis=1)
             ps.append(p.astype(q_dtype))
 
@@ -242,30 +215,16 @@ def _softmax(bounds, first, out, lse, at, t, s: Scratch, plan: Plan):
     plgpu.store(lse.at[batch, head, rows], result, optimized=False)
     plgpu.store(s.inverse.at[t], jnp.where(some, 1.0 / total, 0.0), optimized=False)
     plgpu.commit_smem()
-    by_quad = plgpu.Layout.TCGEN05
-    inverse = plgpu.load(s.inverse.at[t], layout=by_quad.reduce(1), optimized=False)
+    inverse = plgpu.load(s.inverse.at[t], layout=BY_QUAD.reduce(1), optimized=False)
 
     @pl.when(hi > lo)
     def _():
         plgpu.barrier_wait(s.o_ready.at[t])
 
     pl.when(hi <= lo)(lambda: plgpu.barrier_wait(s.q_landed.at[t]))
-    def put(c, _):
-        x = plgpu.async_load_tmem(s.o.at[:, pl.ds(t * width + c * LINE, LINE)], layout=by_quad)
-        inv = _across(inverse, x.shape)
-        s.q[t, c] = jnp.where(inv > 0, x * inv, 0.0).astype(q_dtype)
-        plgpu.commit_smem()
-        to = out.at[batch, rows, head, pl.ds(c * LINE, LINE)]
-        plgpu.copy_smem_to_gmem(s.q.at[t, c], to)
-
-    lax.fori_loop(0, width // LINE, put, None)
-    plgpu.wait_smem_to_gmem(0)
-
-
-def swizzled(*shape, dtype):
-    return plgpu.SMEM(
-        shape, dtype, transforms=(plgpu.TilingTransform((8, LINE)), plgpu.SwizzleTransform(128))
-    )
+    own = s.o.at[:, pl.ds(t * width, width)]
+    to = lambda columns: out.at[batch, rows, head, columns]  # noqa: E731
+    put_lines(own, s.q.at[t], to, inverse, hi > lo)
 
 
 def _scratch(H: int, V: int, dtype, plan: Plan):
@@ -294,24 +253,16 @@ def _scratch(H: int, V: int, dtype, plan: Plan):
 
 def forward(q_BLNH, k_BSGH, v_BSGV, first_BL, plan: Plan):
     (B, L, N, H), (S, G, V) = q_BLNH.shape, v_BSGV.shape[1:]
-    bounds = key_bounds(first_BL, S, plan.keys)
-    padded = bounds.shape[1] * ROWS
-    first = jnp.pad(first_BL, ((0, 0), (0, padded - L)))
+    bounds, first = key_bounds(first_BL, S, plan.keys, 2), pad_last(first_BL, 2 * ROWS)
     kernel = plgpu.kernel(
         partial(_kernel, plan=plan),
         out_type=(
             jax.ShapeDtypeStruct((B, L, N, V), q_BLNH.dtype),
-            jax.ShapeDtypeStruct((B, N, padded), jnp.float32),
+            jax.ShapeDtypeStruct((B, N, first.shape[1]), jnp.float32),
         ),
         scratch_types=_scratch(H, V, q_BLNH.dtype, plan),
-        grid=(bounds.shape[1] // 2, B, N),
-        grid_names=("pair", "batch", "head"),
-        num_threads=3,
-        thread_name="wg",
         kernel_name="attention_forward",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
-        ),
+        **launch(bounds.shape[1] // 2, B, N),
     )
     operands = bounds, first, q_BLNH, k_BSGH, v_BSGV
     out, lse = (varying_as(x, *operands) for x in kernel(*operands))

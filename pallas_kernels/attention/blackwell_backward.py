@@ -1,0 +1,412 @@
+"""Draft."""
+
+import math
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.attention.blackwell_parts import (
+    BY_LANE,
+    LINE,
+    PER_COL,
+    PER_ROW,
+    ROWS,
+    across,
+    key_bounds,
+    launch,
+    mask,
+    pad_last,
+    put_lines,
+    query_bounds,
+    seen_by_rows,
+    slot_of,
+    swizzled,
+)
+from pallas_kernels.varying import varying_as
+
+STEP = 64  # keys, or queries, of a step
+PART = 32  # columns of a step that a warpgroup holds at once
+LOG2E = math.log2(math.e)
+
+
+class Call(NamedTuple):
+    """Static facts of one call."""
+
+    scale: float
+    offset: int
+    group: int
+    stages: int
+
+
+# dq
+
+
+class DqScratch(NamedTuple):
+    q: Any
+    do: Any
+    k: Any
+    v: Any
+    s: Any
+    dp: Any
+    ds: Any
+    dq: Any
+    landed: Any
+    k_landed: Any
+    v_landed: Any
+    k_used: Any
+    v_used: Any
+    ready: Any
+    read: Any
+    ds_ready: Any
+    ds_used: Any
+    done: Any
+
+
+def _dq_kernel(bounds, first, lse, correction, q, k, v, do, dq, *scratch, call: Call):
+    s = DqScratch(*scratch)
+    batch, head, wg = (lax.axis_index(name) for name in ("batch", "head", "wg"))
+    tile = bounds.shape[1] - 1 - lax.axis_index("tile")
+    at = batch, tile, head
+    span = [bounds[batch, tile, i] for i in range(4)]
+    pl.when(wg == 2)(lambda: _dq_feed(span, q, k, v, do, at, s, call))
+    pl.when(wg < 2)(lambda: _dq_slopes(span, first, lse, correction, dq, at, wg, s, call))
+
+
+def _dq_feed(span, q, k, v, do, at, s: DqScratch, call: Call):
+    (batch, tile, head), (lo, hi, *_) = at, span
+    count, g, rows = hi - lo, lax.div(head, jnp.int32(call.group)), pl.ds(tile * ROWS, ROWS)
+    for source, target in ((q, s.q), (do, s.do)):
+        for c in range(target.shape[0]):
+            line = source.at[batch, rows, head, pl.ds(c * LINE, LINE)]
+            plgpu.copy_gmem_to_smem(line, target.at[c], s.landed)
+
+    def fetch(n, source, ring, landed):
+        keys, slot = pl.ds((lo + n) * STEP, STEP), slot_of(n, call.stages)
+        plgpu.copy_gmem_to_smem(source.at[batch, keys, g], ring.at[slot], landed.at[slot])
+
+    def fetch_both(n):
+        fetch(n, k, s.k, s.k_landed)
+        fetch(n, v, s.v, s.v_landed)
+
+    def scores(n):
+        slot, half = slot_of(n, call.stages), lax.rem(n, jnp.int32(2))
+        columns = pl.ds(half * STEP, STEP)
+        pl.when(n >= 2)(lambda: plgpu.barrier_wait(s.read.at[half]))
+        for landed, acc, a, b in (
+            (s.k_landed, s.s, s.q, s.k),
+            (s.v_landed, s.dp, s.do, s.v),
+        ):
+            plgpu.barrier_wait(landed.at[slot])
+            for c in range(a.shape[0]):
+                line = b.at[slot, :, pl.ds(c * LINE, LINE)].transpose((1, 0))
+                plgpu.tcgen05_mma(acc.at[:, columns], a.at[c], line, accumulate=c > 0)
+        plgpu.tcgen05_commit_arrive(s.ready.at[half])
+        plgpu.tcgen05_commit_arrive(s.v_used.at[slot])
+
+    def gradient(n):
+        slot, half = slot_of(n, call.stages), lax.rem(n, jnp.int32(2))
+        plgpu.barrier_wait(s.ds_ready.at[half])
+        ds = s.ds.at[:, pl.ds(half * STEP, STEP)]
+        plgpu.tcgen05_mma(s.dq, ds, s.k.at[slot], s.ds_used.at[half], accumulate=n > 0)
+        plgpu.tcgen05_commit_arrive(s.k_used.at[slot])
+
+    def step(n, _):
+        pl.when(n + 1 < count)(lambda: scores(n + 1))
+        gradient(n)
+        after = n - 1 + call.stages  # its slot was last used a step ago
+
+        @pl.when((n >= 1) & (after < count))
+        def _():
+            slot = slot_of(after, call.stages)
+            plgpu.barrier_wait(s.v_used.at[slot])
+            plgpu.barrier_wait(s.k_used.at[slot])
+            fetch_both(after)
+
+    lax.fori_loop(0, jnp.minimum(count, call.stages), lambda n, _: fetch_both(n), None)
+    plgpu.barrier_wait(s.landed)
+    pl.when(count > 0)(lambda: scores(jnp.int32(0)))
+    lax.fori_loop(0, count, step, None)
+    plgpu.tcgen05_commit_arrive(s.done)
+
+
+def _dq_slopes(span, first, lse, correction, dq, at, half, s: DqScratch, call: Call):
+    (batch, tile, head), (lo, hi, plain_from, plain_to) = at, span
+    row0, count = tile * ROWS, hi - lo
+    rows = pl.ds(row0, ROWS)
+    lse_R, correction_R = (
+        plgpu.load(x.at[batch, head, rows], layout=PER_ROW, optimized=False)
+        for x in (lse, correction)
+    )
+
+    def step(turn, _):
+        n = turn * 2 + half
+        j = lo + n
+        plgpu.barrier_wait(s.ready.at[half])
+
+        @pl.when((j < plain_from) | (j >= plain_to))
+        def _():
+            first_R = plgpu.load(first.at[batch, rows], layout=PER_ROW, optimized=False)
+            seen = seen_by_rows(first_R, row0 + call.offset, j * STEP)
+            mask(s.s, half * STEP, STEP, seen)
+
+        found = []
+        for c in range(0, STEP, PART):
+            columns = pl.ds(half * STEP + c, PART)
+            x = plgpu.async_load_tmem(s.s.at[:, columns], layout=BY_LANE)
+            dp = plgpu.async_load_tmem(s.dp.at[:, columns], layout=BY_LANE)
+            p = jnp.exp2(x * (call.scale * LOG2E) - across(lse_R, x.shape))
+            found.append((columns, (p * (dp - across(correction_R, x.shape))).astype(s.k.dtype)))
+        plgpu.wait_load_tmem()
+        plgpu.barrier_arrive(s.read.at[half])
+        pl.when(turn > 0)(lambda: plgpu.barrier_wait(s.ds_used.at[half]))
+        for columns, ds in found:
+            plgpu.async_store_tmem(s.ds.at[:, columns], ds)
+        plgpu.commit_tmem()
+        plgpu.barrier_arrive(s.ds_ready.at[half])
+
+    lax.fori_loop(0, lax.div(count + 1 - half, jnp.int32(2)), step, None)
+    plgpu.barrier_wait(s.done)
+    to = lambda columns: dq.at[batch, rows, head, columns]  # noqa: E731
+    put_lines(s.dq, s.q, to, call.scale, count > 0, range_=(half, 2))
+
+
+# dk, dv
+
+
+class DkvScratch(NamedTuple):
+    k: Any
+    v: Any
+    q: Any
+    do: Any
+    lse: Any
+    correction: Any
+    first: Any
+    s: Any
+    dp: Any
+    p: Any
+    ds: Any
+    dk: Any
+    dv: Any
+    kv_landed: Any
+    landed: Any
+    used: Any
+    ready: Any
+    read: Any
+    ds_ready: Any
+    ds_used: Any
+    done: Any
+
+
+def _dkv_kernel(bounds, first, lse, correction, q, k, v, do, dk, dv, *scratch, call: Call):
+    s = DkvScratch(*scratch)
+    batch, g, wg = (lax.axis_index(name) for name in ("batch", "head", "wg"))
+    tile = lax.axis_index("tile")
+    at, span = (batch, tile, g), [bounds[batch, tile, i] for i in range(4)]
+    operands = first, lse, correction, q, do
+    pl.when(wg == 2)(lambda: _dkv_feed(span, operands, k, v, at, s, call))
+    pl.when(wg < 2)(lambda: _dkv_slopes(span, dk, dv, at, wg, s, call))
+
+
+def _dkv_feed(span, operands, k, v, at, s: DkvScratch, call: Call):
+    (batch, tile, g), (lo, hi, *_) = at, span
+    first, lse, correction, q, do = operands
+    count, rows = (hi - lo) * call.group, pl.ds(tile * ROWS, ROWS)
+    for source, target in ((k, s.k), (v, s.v)):
+        for c in range(target.shape[0]):
+            line = source.at[batch, rows, g, pl.ds(c * LINE, LINE)]
+            plgpu.copy_gmem_to_smem(line, target.at[c], s.kv_landed)
+
+    def fetch(n, where):
+        """Asks for block n, queries i of head r of the group, and returns where the next one is."""
+        i, r = where
+        head, slot = g * call.group + r, slot_of(n, call.stages)
+        queries = pl.ds(i * STEP, STEP)
+        for source, ring in (
+            (q.at[batch, queries, head], s.q),
+            (do.at[batch, queries, head], s.do),
+            (lse.at[batch, head, queries], s.lse),
+            (correction.at[batch, head, queries], s.correction),
+            (first.at[batch, queries], s.first),
+        ):
+            plgpu.copy_gmem_to_smem(source, ring.at[slot], s.landed.at[slot])
+        return following(where)
+
+    def following(where):
+        i, r = where
+        turn = i + 1 == hi
+        return jnp.where(turn, lo, i + 1), jnp.where(turn, r + 1, r)
+
+    def scores(n):
+        slot = slot_of(n, call.stages)
+        plgpu.barrier_wait(s.landed.at[slot])
+        pl.when(n >= 1)(lambda: plgpu.barrier_wait(s.read))
+        for acc, a, b in ((s.s, s.k, s.q), (s.dp, s.v, s.do)):
+            for c in range(a.shape[0]):
+                line = b.at[slot, :, pl.ds(c * LINE, LINE)].transpose((1, 0))
+                plgpu.tcgen05_mma(acc, a.at[c], line, accumulate=c > 0)
+        plgpu.tcgen05_commit_arrive(s.ready)
+
+    def gradients(n):
+        slot = slot_of(n, call.stages)
+        plgpu.barrier_wait(s.ds_ready)
+        plgpu.tcgen05_mma(s.dv, s.p, s.do.at[slot], accumulate=n > 0)
+        plgpu.tcgen05_mma(s.dk, s.ds, s.q.at[slot], accumulate=n > 0)
+        plgpu.tcgen05_commit_arrive(s.ds_used)
+        plgpu.tcgen05_commit_arrive(s.used.at[slot])
+
+    def step(n, where):
+        pl.when(n + 1 < count)(lambda: scores(n + 1))
+        gradients(n)
+        after = n - 1 + call.stages  # its slot was last used a step ago
+        more = (n >= 1) & (after < count)
+
+        @pl.when(more)
+        def _():
+            plgpu.barrier_wait(s.used.at[slot_of(after, call.stages)])
+            fetch(after, where)
+
+        return tuple(jnp.where(more, a, b) for a, b in zip(following(where), where, strict=True))
+
+    where = lo, jnp.int32(0)
+    where = lax.fori_loop(0, jnp.minimum(count, call.stages), fetch, where)
+    plgpu.barrier_wait(s.kv_landed)
+    pl.when(count > 0)(lambda: scores(jnp.int32(0)))
+    lax.fori_loop(0, count, step, where)
+    plgpu.tcgen05_commit_arrive(s.done)
+
+
+def _dkv_slopes(span, dk, dv, at, half, s: DkvScratch, call: Call):
+    (batch, tile, g), (lo, hi, plain_from, plain_to) = at, span
+    count, rows = (hi - lo) * call.group, pl.ds(tile * ROWS, ROWS)
+    columns, part = pl.ds(half * PART, PART), (ROWS, PART)
+
+    def of_queries(ring, slot):
+        x = plgpu.load(ring.at[slot, columns], layout=PER_COL, optimized=False)
+        return across(x, part, 1)
+
+    def step(n, i):
+        slot = slot_of(n, call.stages)
+        plgpu.barrier_wait(s.landed.at[slot])
+        plgpu.barrier_wait(s.ready)
+
+        @pl.when((i < plain_from) | (i >= plain_to))
+        def _():
+            def seen(_, shape):
+                key = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=BY_LANE) + tile * ROWS
+                query = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=BY_LANE)
+                last = query + (i * STEP + half * PART + call.offset)
+                return (key >= of_queries(s.first, slot)) & (key <= last)
+
+            mask(s.s, half * PART, PART, seen)
+
+        x = plgpu.async_load_tmem(s.s.at[:, columns], layout=BY_LANE)
+        dp = plgpu.async_load_tmem(s.dp.at[:, columns], layout=BY_LANE)
+        plgpu.wait_load_tmem()
+        plgpu.barrier_arrive(s.read)
+        p = jnp.exp2(x * (call.scale * LOG2E) - of_queries(s.lse, slot))
+        ds = p * (dp - of_queries(s.correction, slot))
+        pl.when(n > 0)(lambda: plgpu.barrier_wait(s.ds_used))
+        plgpu.async_store_tmem(s.p.at[:, columns], p.astype(s.q.dtype))
+        plgpu.async_store_tmem(s.ds.at[:, columns], ds.astype(s.q.dtype))
+        plgpu.commit_tmem()
+        plgpu.barrier_arrive(s.ds_ready)
+        return jnp.where(i + 1 == hi, lo, i + 1)
+
+    lax.fori_loop(0, count, step, lo)
+    plgpu.barrier_wait(s.done)
+    for own, acc, through, to, factor in (
+        (0, s.dv, s.v, dv, 1.0),
+        (1, s.dk, s.k, dk, call.scale),
+    ):
+
+        @pl.when(half == own)
+        def _(acc=acc, through=through, to=to, factor=factor):
+            put_lines(acc, through, lambda c: to.at[batch, rows, g, c], factor, count > 0)
+
+
+def _dq_scratch(H: int, V: int, dtype, call: Call):
+    lines = plgpu.Barrier(num_arrivals=(H + V) // LINE)
+    landed = plgpu.Barrier(num_barriers=call.stages)
+    tensor = partial(plgpu.Barrier, orders_tensor_core=True)
+    used, pair = tensor(num_barriers=call.stages), tensor(num_barriers=2)
+    return DqScratch(
+        q=swizzled(H // LINE, ROWS, LINE, dtype=dtype),
+        do=swizzled(V // LINE, ROWS, LINE, dtype=dtype),
+        k=swizzled(call.stages, STEP, H, dtype=dtype),
+        v=swizzled(call.stages, STEP, V, dtype=dtype),
+        s=plgpu.TMEM((ROWS, 2 * STEP), jnp.float32),
+        dp=plgpu.TMEM((ROWS, 2 * STEP), jnp.float32),
+        ds=plgpu.TMEM((ROWS, 2 * STEP), dtype, packed=True),
+        dq=plgpu.TMEM((ROWS, H), jnp.float32),
+        landed=lines,
+        k_landed=landed,
+        v_landed=landed,
+        k_used=used,
+        v_used=used,
+        ready=pair,
+        read=pair,
+        ds_ready=pair,
+        ds_used=pair,
+        done=tensor(),
+    )
+
+
+def _dkv_scratch(H: int, V: int, dtype, call: Call):
+    tensor = partial(plgpu.Barrier, orders_tensor_core=True)
+    row = (call.stages, STEP)
+    return DkvScratch(
+        k=swizzled(H // LINE, ROWS, LINE, dtype=dtype),
+        v=swizzled(V // LINE, ROWS, LINE, dtype=dtype),
+        q=swizzled(call.stages, STEP, H, dtype=dtype),
+        do=swizzled(call.stages, STEP, V, dtype=dtype),
+        lse=plgpu.SMEM(row, jnp.float32),
+        correction=plgpu.SMEM(row, jnp.float32),
+        first=plgpu.SMEM(row, jnp.int32),
+        s=plgpu.TMEM((ROWS, STEP), jnp.float32),
+        dp=plgpu.TMEM((ROWS, STEP), jnp.float32),
+        p=plgpu.TMEM((ROWS, STEP), dtype, packed=True),
+        ds=plgpu.TMEM((ROWS, STEP), dtype, packed=True),
+        dk=plgpu.TMEM((ROWS, H), jnp.float32),
+        dv=plgpu.TMEM((ROWS, V), jnp.float32),
+        kv_landed=plgpu.Barrier(num_arrivals=(H + V) // LINE),
+        landed=plgpu.Barrier(num_arrivals=5, num_barriers=call.stages),
+        used=tensor(num_barriers=call.stages),
+        ready=tensor(),
+        read=tensor(num_arrivals=2),
+        ds_ready=tensor(num_arrivals=2),
+        ds_used=tensor(),
+        done=tensor(),
+    )
+
+
+def backward(q_BLNH, k_BSGH, v_BSGV, first_BL, lse_BLN, do_BLNV, correction_BLN, scale):
+    """Returns (dq, dk, dv)."""
+    (B, L, N, H), (S, G, V), dtype = q_BLNH.shape, v_BSGV.shape[1:], q_BLNH.dtype
+    call = Call(scale, S - L, N // G, stages=3 if H > 128 else 4)
+    first = pad_last(first_BL, ROWS)
+    lse, correction = (
+        pad_last(x.transpose(0, 2, 1), ROWS) for x in (lse_BLN * LOG2E, correction_BLN)
+    )
+    by_keys, by_queries = key_bounds(first_BL, S, STEP, 1), query_bounds(first_BL, S, STEP)
+    operands = first, lse, correction, q_BLNH, k_BSGH, v_BSGV, do_BLNV
+    dq_kernel = plgpu.kernel(
+        partial(_dq_kernel, call=call),
+        out_type=jax.ShapeDtypeStruct(q_BLNH.shape, dtype),
+        scratch_types=_dq_scratch(H, V, dtype, call),
+        kernel_name="attention_query_gradient",
+        **launch(by_keys.shape[1], B, N),
+    )
+    dkv_kernel = plgpu.kernel(
+        partial(_dkv_kernel, call=call),
+        out_type=tuple(jax.ShapeDtypeStruct(x.shape, dtype) for x in (k_BSGH, v_BSGV)),
+        scratch_types=_dkv_scratch(H, V, dtype, call),
+        kernel_name="attention_key_value_gradient",
+        **launch(by_queries.shape[1], B, G),
+    )
+    found = dq_kernel(by_keys, *operands), *dkv_kernel(by_queries, *operands)
+    return tuple(varying_as(x, *operands) for x in found)
