@@ -6,7 +6,7 @@
 import jax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.attention import cudnn, reference, xla
+from pallas_kernels.attention import cudnn, hopper, reference, xla
 from pallas_kernels.attention.xla import SAVED
 from pallas_kernels.pick import Choice, pick
 
@@ -27,7 +27,8 @@ def attention(
     in float32 (float64 for float64).
 
     Query i sees keys j <= i + S - L; with `window`, the last `window` of those; with segment ids,
-    those of its own id. Query heads N are a multiple of the key/value heads G: head n reads
+    those of its own id; equal ids are neighbours in their row, of which the queries are the last L
+    tokens. Query heads N are a multiple of the key/value heads G: head n reads
     n // (N/G). `sinks` adds a logit per query head to the denominator that brings no value. A row
     that sees nothing (id 0 is padding and sees nothing) gives zeros, lse -1e30 (the sink, if any),
     and no gradient. Scale: H**-0.5 if None. Both results are differentiable.
@@ -52,6 +53,7 @@ def attention(
     asked = (segment_ids, window, sinks, scale)
     choices = [
         Choice("cudnn", cudnn.attention, cudnn.refusal(q_BLNH, k_BSGH, v_BSGV, *asked)),
+        Choice("hopper", hopper.attention, hopper.refusal(q_BLNH, k_BSGH, v_BSGV, scale)),
         Choice("xla", xla.attention),
         Choice("reference", reference.attention),
     ]
