@@ -6,7 +6,7 @@
 import jax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.attention import cudnn, hopper, reference, xla
+from pallas_kernels.attention import blackwell, cudnn, hopper, reference, xla
 from pallas_kernels.attention.xla import SAVED
 from pallas_kernels.pick import Choice, pick
 
@@ -54,6 +54,7 @@ def attention(
     choices = [
         Choice("cudnn", cudnn.attention, cudnn.refusal(q_BLNH, k_BSGH, v_BSGV, *asked)),
         Choice("hopper", hopper.attention, hopper.refusal(q_BLNH, k_BSGH, v_BSGV, scale)),
+        Choice("blackwell", blackwell.attention, blackwell.refusal(q_BLNH, k_BSGH, v_BSGV, scale)),
         Choice("xla", xla.attention),
         Choice("reference", reference.attention),
     ]

@@ -14,9 +14,13 @@ from pallas_kernels.attention.blackwell_parts import (
     BY_LANE,
     LINE,
     PER_COL,
+    PART,
     PER_ROW,
     ROWS,
+    STEP,
+    Call,
     across,
+    bring_lines,
     key_bounds,
     launch,
     mask,
@@ -25,22 +29,13 @@ from pallas_kernels.attention.blackwell_parts import (
     query_bounds,
     seen_by_rows,
     slot_of,
+    stages_for,
+    sum_over_lines,
     swizzled,
 )
 from pallas_kernels.varying import varying_as
 
-STEP = 64  # keys, or queries, of a step
-PART = 32  # columns of a step that a warpgroup holds at once
 LOG2E = math.log2(math.e)
-
-
-class Call(NamedTuple):
-    """Static facts of one call."""
-
-    scale: float
-    offset: int
-    group: int
-    stages: int
 
 
 # dq
@@ -80,10 +75,8 @@ def _dq_kernel(bounds, first, lse, correction, q, k, v, do, dq, *scratch, call: 
 def _dq_feed(span, q, k, v, do, at, s: DqScratch, call: Call):
     (batch, tile, head), (lo, hi, *_) = at, span
     count, g, rows = hi - lo, lax.div(head, jnp.int32(call.group)), pl.ds(tile * ROWS, ROWS)
-    for source, target in ((q, s.q), (do, s.do)):
-        for c in range(target.shape[0]):
-            line = source.at[batch, rows, head, pl.ds(c * LINE, LINE)]
-            plgpu.copy_gmem_to_smem(line, target.at[c], s.landed)
+    bring_lines(q.at[batch, rows, head], s.q, s.landed)
+    bring_lines(do.at[batch, rows, head], s.do, s.landed)
 
     def fetch(n, source, ring, landed):
         keys, slot = pl.ds((lo + n) * STEP, STEP), slot_of(n, call.stages)
@@ -97,14 +90,10 @@ def _dq_feed(span, q, k, v, do, at, s: DqScratch, call: Call):
         slot, half = slot_of(n, call.stages), lax.rem(n, jnp.int32(2))
         columns = pl.ds(half * STEP, STEP)
         pl.when(n >= 2)(lambda: plgpu.barrier_wait(s.read.at[half]))
-        for landed, acc, a, b in (
-            (s.k_landed, s.s, s.q, s.k),
-            (s.v_landed, s.dp, s.do, s.v),
-        ):
-            plgpu.barrier_wait(landed.at[slot])
-            for c in range(a.shape[0]):
-                line = b.at[slot, :, pl.ds(c * LINE, LINE)].transpose((1, 0))
-                plgpu.tcgen05_mma(acc.at[:, columns], a.at[c], line, accumulate=c > 0)
+        plgpu.barrier_wait(s.k_landed.at[slot])
+        sum_over_lines(s.s.at[:, columns], s.q, s.k.at[slot])
+        plgpu.barrier_wait(s.v_landed.at[slot])
+        sum_over_lines(s.dp.at[:, columns], s.do, s.v.at[slot])
         plgpu.tcgen05_commit_arrive(s.ready.at[half])
         plgpu.tcgen05_commit_arrive(s.v_used.at[slot])
 
@@ -216,10 +205,8 @@ def _dkv_feed(span, operands, k, v, at, s: DkvScratch, call: Call):
     (batch, tile, g), (lo, hi, *_) = at, span
     first, lse, correction, q, do = operands
     count, rows = (hi - lo) * call.group, pl.ds(tile * ROWS, ROWS)
-    for source, target in ((k, s.k), (v, s.v)):
-        for c in range(target.shape[0]):
-            line = source.at[batch, rows, g, pl.ds(c * LINE, LINE)]
-            plgpu.copy_gmem_to_smem(line, target.at[c], s.kv_landed)
+    bring_lines(k.at[batch, rows, g], s.k, s.kv_landed)
+    bring_lines(v.at[batch, rows, g], s.v, s.kv_landed)
 
     def fetch(n, where):
         """Asks for block n, queries i of head r of the group, and returns where the next one is."""
@@ -245,10 +232,8 @@ def _dkv_feed(span, operands, k, v, at, s: DkvScratch, call: Call):
         slot = slot_of(n, call.stages)
         plgpu.barrier_wait(s.landed.at[slot])
         pl.when(n >= 1)(lambda: plgpu.barrier_wait(s.read))
-        for acc, a, b in ((s.s, s.k, s.q), (s.dp, s.v, s.do)):
-            for c in range(a.shape[0]):
-                line = b.at[slot, :, pl.ds(c * LINE, LINE)].transpose((1, 0))
-                plgpu.tcgen05_mma(acc, a.at[c], line, accumulate=c > 0)
+        sum_over_lines(s.s, s.k, s.q.at[slot])
+        sum_over_lines(s.dp, s.v, s.do.at[slot])
         plgpu.tcgen05_commit_arrive(s.ready)
 
     def gradients(n):
@@ -314,6 +299,7 @@ def _dkv_slopes(span, dk, dv, at, half, s: DkvScratch, call: Call):
         plgpu.async_store_tmem(s.p.at[:, columns], p.astype(s.q.dtype))
         plgpu.async_store_tmem(s.ds.at[:, columns], ds.astype(s.q.dtype))
         plgpu.commit_tmem()
+        plgpu.commit_smem()  # what was read there is over, and TMA may write it
         plgpu.barrier_arrive(s.ds_ready)
         return jnp.where(i + 1 == hi, lo, i + 1)
 
@@ -387,7 +373,7 @@ def _dkv_scratch(H: int, V: int, dtype, call: Call):
 def backward(q_BLNH, k_BSGH, v_BSGV, first_BL, lse_BLN, do_BLNV, correction_BLN, scale):
     """Returns (dq, dk, dv)."""
     (B, L, N, H), (S, G, V), dtype = q_BLNH.shape, v_BSGV.shape[1:], q_BLNH.dtype
-    call = Call(scale, S - L, N // G, stages=3 if H > 128 else 4)
+    call = Call(scale, S - L, N // G, stages_for(H))
     first = pad_last(first_BL, ROWS)
     lse, correction = (
         pad_last(x.transpose(0, 2, 1), ROWS) for x in (lse_BLN * LOG2E, correction_BLN)

@@ -1,5 +1,7 @@
 """What the Blackwell attention kernels share: tiles, bounds, masks, and how results leave."""
 
+from typing import NamedTuple
+
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -11,24 +13,42 @@ BY_LANE = plgpu.Layout.TCGEN05_TMEM_NATIVE  # a thread holds a row
 PER_ROW = BY_LANE.reduce(1)
 PER_COL = BY_LANE.reduce(0)
 BY_QUAD = plgpu.Layout.TCGEN05  # four threads hold eight rows, which shared memory likes better
-_PART = 32  # columns masked at once
+STEP = 64  # keys, or in dk and dv queries, of a step
+PART = 32  # columns of a step that a warpgroup takes at once
+
+
+class Call(NamedTuple):
+    """Static facts of one call."""
+
+    scale: float
+    offset: int
+    """Query i sees keys up to i + offset."""
+    group: int
+    """Query heads of a key head."""
+    stages: int
+    """Slots of a ring."""
+
+
+def stages_for(H: int) -> int:
+    """Slots that shared memory has room for, beside a tile of 192 columns, or less."""
+    return 3 if H > 128 else 4
 
 
 # Which blocks a tile visits, in XLA.
 
 
 def _blocks(first_BL, S: int, rows: int, num_blocks: int):
-    """([B, blocks] first key that a block's rows see, last, first key that all see), and [blocks]
-    last key that all see; a block that sees nothing has last -1."""
+    """The first and the last key that any row of a block sees (S, -1: none), and the first and the
+    last that all see: [B or 1, blocks] each."""
     B, L = first_BL.shape
     last_R = jnp.arange(num_blocks * rows, dtype=jnp.int32) + (S - L)
     beyond = num_blocks * rows - L
     first = jnp.pad(first_BL, ((0, 0), (0, beyond)), constant_values=jnp.iinfo(jnp.int32).max)
-    first, last = first.reshape(B, num_blocks, rows), last_R.reshape(num_blocks, rows)
+    first, last = first.reshape(B, num_blocks, rows), last_R.reshape(1, num_blocks, rows)
     sees = first <= last
     from_ = jnp.where(sees, first, S).min(-1)
     to = jnp.where(sees, last, -1).max(-1)
-    return from_, to, first.max(-1), last[:, 0]
+    return from_, to, first.max(-1), last[..., 0]
 
 
 def key_bounds(first_BL, S: int, keys: int, tiles_by: int):
@@ -50,12 +70,12 @@ def query_bounds(first_BL, S: int, queries: int):
     from_, to, all_from, all_to = (
         x[..., None] for x in _blocks(first_BL, S, queries, num_blocks)
     )
-    key0_T = jnp.arange(num_tiles, dtype=jnp.int32) * ROWS
-    i_I1 = jnp.arange(num_blocks, dtype=jnp.int32)[:, None]
+    key0_T = jnp.arange(num_tiles, dtype=jnp.int32)[None, None] * ROWS
+    i_I = jnp.arange(num_blocks, dtype=jnp.int32)[None, :, None]
 
     def span(holds_BIT):
-        lo = jnp.where(holds_BIT, i_I1, num_blocks).min(1)
-        hi = jnp.where(holds_BIT, i_I1 + 1, 0).max(1)
+        lo = jnp.where(holds_BIT, i_I, num_blocks).min(1)
+        hi = jnp.where(holds_BIT, i_I + 1, 0).max(1)
         return jnp.minimum(lo, hi), hi
 
     lo, hi = span((from_ < key0_T + ROWS) & (to >= key0_T))
@@ -70,6 +90,19 @@ def slot_of(n, stages: int):
     return lax.rem(n, jnp.int32(stages))
 
 
+def bring_lines(rows, lines, landed) -> None:
+    """Has TMA bring all columns of rows [ROWS, H], a line at a time, as they leave."""
+    for c in range(lines.shape[0]):
+        plgpu.copy_gmem_to_smem(rows.at[:, pl.ds(c * LINE, LINE)], lines.at[c], landed)
+
+
+def sum_over_lines(acc, lines, b) -> None:
+    """Issues acc = a b^T, a being [lines, ROWS, LINE] and b [STEP, H]."""
+    for c in range(lines.shape[0]):
+        b_line = b.at[:, pl.ds(c * LINE, LINE)].transpose((1, 0))
+        plgpu.tcgen05_mma(acc, lines.at[c], b_line, accumulate=c > 0)
+
+
 def across(x, shape, dim: int = 0):
     """A value per row (dim 0) or column (dim 1), in all of shape."""
     return lax.broadcast_in_dim(x, shape, (dim,))
@@ -80,13 +113,13 @@ def mask(scores, column, num_columns: int, seen) -> None:
     need it, so the others should not keep registers for it."""
 
     def part(turn, _):
-        columns = pl.ds(column + turn * _PART, _PART)
+        columns = pl.ds(column + turn * PART, PART)
         x = plgpu.async_load_tmem(scores.at[:, columns], layout=BY_LANE)
         plgpu.wait_load_tmem()
-        x = jnp.where(seen(turn * _PART, x.shape), x, -jnp.inf)
+        x = jnp.where(seen(turn * PART, x.shape), x, -jnp.inf)
         plgpu.async_store_tmem(scores.at[:, columns], x)
 
-    lax.fori_loop(0, num_columns // _PART, part, None)
+    lax.fori_loop(0, num_columns // PART, part, None)
     plgpu.commit_tmem()
 
 
