@@ -68,9 +68,10 @@ from pallas_kernels.attention.blackwell_parts import (
     put_lines,
     seen_by_rows,
     slot_of,
+    span_of,
+    stages_for,
     sum_over_lines,
     swizzled,
-    stages_for,
 )
 from pallas_kernels.attention.reference import NOTHING
 from pallas_kernels.varying import varying_as
@@ -108,7 +109,7 @@ def _kernel(bounds, first, q, k, v, out, lse, *scratch, call: Call):
     pair = bounds.shape[1] // PAIR - 1 - lax.axis_index("tile")
 
     def span(t):
-        return [bounds[batch, PAIR * pair + t, i] for i in range(4)]
+        return span_of(bounds, batch, PAIR * pair + t)
 
     @pl.when(wg == PAIR)
     def _():

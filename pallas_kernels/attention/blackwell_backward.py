@@ -29,6 +29,7 @@ from pallas_kernels.attention.blackwell_parts import (
     query_bounds,
     seen_by_rows,
     slot_of,
+    span_of,
     stages_for,
     sum_over_lines,
     swizzled,
@@ -67,7 +68,7 @@ def _dq_kernel(bounds, first, lse, correction, q, k, v, do, dq, *scratch, call: 
     batch, head, wg = (lax.axis_index(name) for name in ("batch", "head", "wg"))
     tile = bounds.shape[1] - 1 - lax.axis_index("tile")
     at = batch, tile, head
-    span = [bounds[batch, tile, i] for i in range(4)]
+    span = span_of(bounds, batch, tile)
     pl.when(wg == 2)(lambda: _dq_feed(span, q, k, v, do, at, s, call))
     pl.when(wg < 2)(lambda: _dq_slopes(span, first, lse, correction, dq, at, wg, s, call))
 
@@ -195,7 +196,7 @@ def _dkv_kernel(bounds, first, lse, correction, q, k, v, do, dk, dv, *scratch, c
     s = DkvScratch(*scratch)
     batch, g, wg = (lax.axis_index(name) for name in ("batch", "head", "wg"))
     tile = lax.axis_index("tile")
-    at, span = (batch, tile, g), [bounds[batch, tile, i] for i in range(4)]
+    at, span = (batch, tile, g), span_of(bounds, batch, tile)
     operands = first, lse, correction, q, do
     pl.when(wg == 2)(lambda: _dkv_feed(span, operands, k, v, at, s, call))
     pl.when(wg < 2)(lambda: _dkv_slopes(span, dk, dv, at, wg, s, call))

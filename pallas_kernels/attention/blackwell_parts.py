@@ -86,6 +86,12 @@ def query_bounds(first_BL, S: int, queries: int):
 # In the kernels.
 
 
+def span_of(bounds, batch, tile):
+    """The four bounds of a tile. As read, their type varies over mesh axes inside shard_map, and no
+    loop may carry them; any arithmetic makes a plain number of them."""
+    return [jnp.maximum(bounds[batch, tile, i], 0) for i in range(4)]
+
+
 def slot_of(n, stages: int):
     return lax.rem(n, jnp.int32(stages))
 

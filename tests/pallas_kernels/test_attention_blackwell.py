@@ -102,3 +102,106 @@ def test_equals_the_definition(case):
     _agree(got, want, TOLERANCE[dtype])
     empty = np.asarray(want[2])
     assert not np.asarray(got[0])[empty].any() and not np.asarray(got[3])[empty].any()
+
+
+def test_scores_that_grow_block_by_block():
+    """Every block's maximum is far above the last one's, so that out is scaled anew each time; and
+    then far below, so that it is not."""
+    rng, L = np.random.default_rng(1), 256
+    q = jnp.ones((1, L, 1, 64), jnp.bfloat16)
+    v, do = (jnp.asarray(rng.normal(size=(1, L, 1, 64)), jnp.bfloat16) for _ in range(2))
+    height = jnp.asarray([0.0, 2.0, 8.0, 3.0], jnp.float32).repeat(64) + rng.normal(size=L) / 8
+    k = jnp.broadcast_to(height.astype(jnp.bfloat16)[None, :, None, None], v.shape)
+    cotangents = do, jnp.asarray(rng.normal(size=(1, L, 1)), jnp.float32)
+    got = _run(blackwell.attention, (q, k, v), cotangents, None, None)
+    want = _run(reference.attention, _wide((q, k, v)), cotangents, None, None)
+    _agree(got, want, TOLERANCE["bfloat16"])
+
+
+def test_what_no_block_visits_is_not_read():
+    """NaN in the keys of whole blocks that no query of a tile sees."""
+    qkv, cotangents, _, _ = _operands("causal, blocks without a mask")
+    segments = (_ids([[128, 128, 44]]),) * 2
+    want = _run(blackwell.attention, qkv, cotangents, segments, None)
+    bad = [a.at[:, 128:256].set(jnp.nan) for a in qkv]
+    got = _run(blackwell.attention, bad, cotangents, segments, None)
+    for name in (0, 1, 3, 4, 5):
+        for rows in (slice(0, 128), slice(256, 300)):
+            np.testing.assert_array_equal(got[name][:, rows], want[name][:, rows])
+
+
+def test_in_a_shard_map_that_checks_types_with_sinks():
+    """One device: the interpreter mixes up kernels that several devices run at once."""
+    qkv, cotangents, segments, _ = _operands("few queries")
+    sinks = jnp.asarray([0.5], jnp.float32)
+
+    def local(qkv, cotangents, segments, sinks):
+        return _run(blackwell.attention, qkv, cotangents, segments, 3, sinks)
+
+    mesh = Mesh(jax.devices()[:1], ("x",))
+    run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("x"), out_specs=P("x")))
+    got = run(qkv, cotangents, segments, sinks)
+    want = _run(reference.attention, _wide(qkv), cotangents, segments, 3, sinks)
+    assert len(got) == 7
+    _agree(got, want, TOLERANCE["bfloat16"])
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("offset", [0, 40])
+def test_bounds_are_those_of_the_mask(window, offset):
+    """Exactly the blocks where something is seen, from the first to the last, and all of it."""
+    L = 700
+    ids = _ids([[100, 1, -30, 200, 129, -40, 200], [-700], [600, -100], [700], [9] * 70 + [70]])
+    S = L + offset
+    keys = jnp.pad(ids, ((0, 0), (offset, 0)), constant_values=99)
+    rows, at = jnp.arange(L, dtype=jnp.int32), jnp.arange(S, dtype=jnp.int32)
+    seen = np.asarray(reference.visible(rows, at, (ids, keys), window, offset))
+    first = first_visible((ids, keys), window, *ids.shape, S)
+
+    def blocks(array, rows, columns, fill):
+        missing = [(0, 0), *((0, -n % m) for n, m in zip(array.shape[1:], (rows, columns)))]
+        array = np.pad(array, missing, constant_values=fill)
+        B, R, C = array.shape
+        return array.reshape(B, R // rows, rows, C // columns, columns).transpose(0, 1, 3, 2, 4)
+
+    def check(bounds, some, every):
+        for b, tile in np.ndindex(bounds.shape[:2]):
+            lo, hi, plain_from, plain_to = bounds[b, tile]
+            for found, (from_, to) in (some, (lo, hi)), (every, (plain_from, plain_to)):
+                held = np.flatnonzero(found[b, tile]) if tile < found.shape[1] else []
+                assert (from_, to) == (min(held), max(held) + 1) if len(held) else from_ == to
+
+    by_tile = blocks(seen, 128, 64, False)
+    by_keys = np.asarray(blackwell_parts.key_bounds(first, S, 64, 2))
+    check(by_keys, by_tile.any((3, 4)), by_tile.all((3, 4)))
+    by_tile = blocks(seen.transpose(0, 2, 1), 128, 64, False)
+    by_queries = np.asarray(blackwell_parts.query_bounds(first, S, 64))
+    check(by_queries, by_tile.any((3, 4)), by_tile.all((3, 4)))
+
+
+def test_only_programs_for_blackwell_are_served():
+    qkv, _, segments, _ = _operands("few queries")
+    with pytest.raises(ValueError, match="blackwell.*cannot serve.*runs on Blackwell GPUs"):
+        public(*qkv, segment_ids=segments, impl="blackwell")
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize("gpu", ["gb200", "gb300"])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128)], ids=str)
+def test_compiles_without_spills(gpu, dims, tmp_path):
+    """All three kernels, as the public function chooses them inside shard_map: tensor cores used,
+    no local memory, within shared and tensor memory."""
+    said = printed("compile_attention_blackwell", gpu, *dims, dump=tmp_path)
+    assert "kernels: 3" in said
+    read = lambda kind: [p.read_text(errors="replace") for p in tmp_path.glob(f"*.{kind}")]  # noqa: E731
+    codes, reports, budgets = read("ptx"), read("ptxas"), read("resources.txt")
+    assert len(codes) == len(reports) == len(budgets) == 3
+    for code in codes:
+        assert "tcgen05.mma" in code and "ex2.approx" in code and ".local" not in code
+    for report in reports:
+        assert "0 bytes spill stores, 0 bytes spill loads" in report, report
+        assert re.search(r"\b0 stack\b.*\b0 bytes lmem", report), report
+        assert ("sm_103a" if gpu == "gb300" else "sm_100a") in report, report
+    for budget in budgets:
+        assert int(re.findall(r"tmem_scratch_cols=(\d+)", budget)[0]) <= 512, budget
+        assert int(re.findall(r"smem_scratch_bytes=(\d+)", budget)[0]) <= 224 * 1024, budget
