@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import attention as public
-from pallas_kernels.attention import blackwell, blackwell_parts, reference
+from pallas_kernels.attention import blackwell, blackwell_backward, blackwell_parts, reference
 from pallas_kernels.attention.visible import first_visible
 from tests.deviceless.child import printed
 from tests.oracle import max_relative_error
@@ -104,6 +104,23 @@ def test_equals_the_definition(case):
     assert not np.asarray(got[0])[empty].any() and not np.asarray(got[3])[empty].any()
 
 
+def test_query_heads_stay_together_where_there_is_enough_to_do(monkeypatch):
+    """dk and dv summed over the group in the kernel: as exact as by parts."""
+    monkeypatch.setattr(blackwell_backward, "BUSY", 0)
+    qkv, cotangents, segments, window = _operands("documents, padding, an empty row, groups")
+    together = lambda *args: blackwell.attention(*args)  # noqa: E731 (compiled on its own)
+    got = _run(together, qkv, cotangents, segments, window)
+    want = _run(reference.attention, _wide(qkv), cotangents, segments, window)
+    _agree(got, want, TOLERANCE["bfloat16"])
+
+
+def test_how_query_heads_are_split():
+    enough = blackwell_backward.BUSY
+    split = blackwell_backward.splits_of
+    assert [split(8, enough // n) for n in (1, 2, 4, 100)] == [1, 2, 4, 8]
+    assert split(6, enough // 2 - 1) == 3 and split(1, 1) == 1
+
+
 def test_scores_that_grow_block_by_block():
     """Every block's maximum is far above the last one's, so that out is scaled anew each time; and
     then far below, so that it is not."""
@@ -158,9 +175,10 @@ def test_bounds_are_those_of_the_mask(window, offset):
     seen = np.asarray(reference.visible(rows, at, (ids, keys), window, offset))
     first = first_visible((ids, keys), window, *ids.shape, S)
 
-    def blocks(array, rows, columns, fill):
-        missing = [(0, 0), *((0, -n % m) for n, m in zip(array.shape[1:], (rows, columns)))]
-        array = np.pad(array, missing, constant_values=fill)
+    def blocks(array, rows, columns):
+        B, R, C = array.shape
+        missing = (0, 0), (0, -R % rows), (0, -C % columns)
+        array = np.pad(array, missing, constant_values=False)
         B, R, C = array.shape
         return array.reshape(B, R // rows, rows, C // columns, columns).transpose(0, 1, 3, 2, 4)
 
@@ -171,10 +189,10 @@ def test_bounds_are_those_of_the_mask(window, offset):
                 held = np.flatnonzero(found[b, tile]) if tile < found.shape[1] else []
                 assert (from_, to) == (min(held), max(held) + 1) if len(held) else from_ == to
 
-    by_tile = blocks(seen, 128, 64, False)
+    by_tile = blocks(seen, 128, 64)
     by_keys = np.asarray(blackwell_parts.key_bounds(first, S, 64, 2))
     check(by_keys, by_tile.any((3, 4)), by_tile.all((3, 4)))
-    by_tile = blocks(seen.transpose(0, 2, 1), 128, 64, False)
+    by_tile = blocks(seen.transpose(0, 2, 1), 128, 64)
     by_queries = np.asarray(blackwell_parts.query_bounds(first, S, 64))
     check(by_queries, by_tile.any((3, 4)), by_tile.all((3, 4)))
 
