@@ -44,6 +44,7 @@ from pallas_kernels.attention.hopper_forward import (
     filled,
     launch,
     number,
+    product,
     ring_types,
     spread,
     store_tile,
@@ -67,6 +68,13 @@ def _two_products(first, second):
 
 def _turned(smem):
     return smem.transpose((1, 0))
+
+
+def _tiled(shape, dtype, width):
+    """As `swizzled`, in tiles of `width` columns: where it is the right operand of a product with
+    one in registers, as many rows as a tile has columns are multiplied at once."""
+    transforms = plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(2 * width)
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
 def _query_kernel(*refs, scale, keys, stages, group):
@@ -142,11 +150,11 @@ def _query_gradient(q, k, v, first_BL, first, lse, do, correction, scale):
 
 
 def _key_kernel(*refs, scale, rows, stages, group):
-    blocks_gmem, first_gmem, q_gmem, k_gmem, v_gmem, do_gmem, lse_gmem, *refs = refs
-    correction_gmem, dk_gmem, dv_gmem, k_smem, v_smem, q_smem, do_smem, *refs = refs
-    lse_smem, correction_smem, out_smem, own_full, full, empty = refs
+    blocks_gmem, first_gmem, last_gmem, q_gmem, k_gmem, v_gmem, do_gmem, *refs = refs
+    lse_gmem, correction_gmem, dk_gmem, dv_gmem, k_smem, v_smem, *refs = refs
+    q_smem, do_smem, lse_smem, correction_smem, out_smem, own_full, full, empty = refs
     own_head, batch, block, wg = (lax.axis_index(x) for x in ("head", "row", "block", "wg"))
-    begin, whole, whole_end, end = (blocks_gmem[i, batch, block] for i in range(4))
+    begin, end = (blocks_gmem[i, batch, block] for i in (0, 3))
     ring, key = Ring(stages, (end - begin) * group, full, empty), block * ROWS + wg * TILE
     own = pl.ds(key, TILE)
 
@@ -162,11 +170,14 @@ def _key_kernel(*refs, scale, rows, stages, group):
         return place[0] + last.astype(jnp.int32), jnp.where(last, 0, place[1] + 1)
 
     def masked(s, query):
+        # The last key of a query is its own number: read, as registers for 16 of them are short.
         shape, queries = s.shape, pl.ds(query, rows)
-        first = plgpu.load(first_gmem.at[batch, queries], layout=BY_COL, optimized=False)
+        first, last = (
+            spread(plgpu.load(gmem, layout=BY_COL, optimized=False), shape, 1)
+            for gmem in (first_gmem.at[batch, queries], last_gmem.at[queries])
+        )
         at = number(key, shape, 0)
-        seen = (at >= spread(first, shape, 1)) & (at <= number(query, shape, 1))
-        return jnp.where(seen, s, filled(-jnp.inf, shape, WGMMA))
+        return jnp.where((at >= first) & (at <= last), s, filled(-jnp.inf, shape, WGMMA))
 
     plgpu.copy_gmem_to_smem(k_gmem.at[batch, own, own_head], k_smem.at[wg], own_full.at[wg])
     plgpu.copy_gmem_to_smem(v_gmem.at[batch, own, own_head], v_smem.at[wg], own_full.at[wg])
@@ -182,13 +193,14 @@ def _key_kernel(*refs, scale, rows, stages, group):
             slot, at = ring.slot(n), begin + place[1]
             ring.load(ring.ahead(n), partial(copies, ahead))
             plgpu.barrier_wait(ring.full[0].at[slot])
-            of_q = k_smem.at[wg], _turned(q_smem.at[slot])
-            s, dp = _two_products(of_q, (v_smem.at[wg], _turned(do_smem.at[slot])))
+            s = product(k_smem.at[wg], _turned(q_smem.at[slot]))
+            whole, whole_end = (blocks_gmem[i, batch, block] for i in (1, 2))
             partly = (at < whole) | (at >= whole_end)
             s = lax.cond(partly, lambda s: masked(s, at * rows), lambda s: s, s)
             lse = plgpu.load(lse_smem.at[slot], layout=BY_COL, optimized=False)
             p = jnp.exp2(s * (scale * LOG2E) - spread(lse, s.shape, 1))
             plgpu.wgmma(dv_acc, p.astype(do_smem.dtype), do_smem.at[slot])
+            dp = product(v_smem.at[wg], _turned(do_smem.at[slot]))
             correction = plgpu.load(correction_smem.at[slot], layout=BY_COL, optimized=False)
             ds = p * (dp - spread(correction, s.shape, 1))
             plgpu.wgmma(dk_acc, ds.astype(q_smem.dtype), q_smem.at[slot])
@@ -211,10 +223,10 @@ def _key_gradients(q, k, v, first_BL, first, lse, do, correction, scale):
     (B, L, N, H), (G, V), dtype = q.shape, v.shape[2:], q.dtype
     rows, stages = (32 if H > 128 else 64), 3
     scratch = [
-        swizzled((WARPGROUPS, TILE, H), dtype),
-        swizzled((WARPGROUPS, TILE, V), dtype),
-        swizzled((stages, rows, H), dtype),
-        swizzled((stages, rows, V), dtype),
+        _tiled((WARPGROUPS, TILE, H), dtype, rows),
+        _tiled((WARPGROUPS, TILE, V), dtype, rows),
+        _tiled((stages, rows, H), dtype, rows),
+        _tiled((stages, rows, V), dtype, rows),
         *[plgpu.SMEM((stages, rows), jnp.float32)] * 2,
         swizzled((WARPGROUPS, TILE, 64), dtype),
         plgpu.Barrier(num_arrivals=2, num_barriers=WARPGROUPS),
@@ -224,7 +236,8 @@ def _key_gradients(q, k, v, first_BL, first, lse, do, correction, scale):
     out_type = like(q, k.shape, dtype), like(q, v.shape, dtype)
     grid = (G, B, first.shape[1] // ROWS)
     run = launch("attention_gradient_kv", kernel, out_type, grid, scratch)
-    return run(query_blocks(first_BL, rows, ROWS), first, q, k, v, do, lse, correction)
+    last = jnp.arange(first.shape[1], dtype=jnp.int32)
+    return run(query_blocks(first_BL, rows, ROWS), first, last, q, k, v, do, lse, correction)
 
 
 def backward(q, k, v, first_BL, lse_BLN, do_BLNV, correction_BLN, scale):
