@@ -1,15 +1,18 @@
-"""Fused attention for Hopper GPUs (sm_90a)."""
+"""Fused attention for Hopper GPUs: hopper_forward.py and hopper_backward.py, with their refusals."""
 
 from pallas_kernels.attention import fused
+from pallas_kernels.attention.hopper_backward import backward
+from pallas_kernels.attention.hopper_forward import forward
 
 OLDEST_JAX = (0, 12)
+KERNELS = fused.Kernels(forward, backward)
 
 
 def refusal(q_BLNH, k_BSGH, v_BSGV, scale) -> str | None:
     """Returns why these kernels cannot serve this call; None if they can."""
-    return fused.refusal(q_BLNH, k_BSGH, v_BSGV, scale, "hopper", OLDEST_JAX) or "it is not built"
+    return fused.refusal(q_BLNH, k_BSGH, v_BSGV, scale, "hopper", OLDEST_JAX)
 
 
 def attention(q_BLNH, k_BSGH, v_BSGV, segment_ids, window, sinks, scale):
     """See the package; called only where `refusal` is None."""
-    raise NotImplementedError
+    return fused.attend(KERNELS, q_BLNH, k_BSGH, v_BSGV, segment_ids, window, sinks, scale)

@@ -1,11 +1,12 @@
 """Documents, window and causality as one number a query: the first key that it sees.
 
 Query i sees the keys first_i <= j <= i + S - L. The numbers never fall along a row, so those of the
-first and last query of a block bound what the block sees, and what all of it sees.
+queries of a block bound which blocks of keys any of them sees, and which all of them see.
 """
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jaxtyping import Array, Int
 
 
@@ -38,11 +39,41 @@ def first_visible(
     return first_BL
 
 
-def first_of_blocks(first_BL, rows: int):
-    """Returns (first key that any query of a block of `rows` sees, first that its last one sees,
-    so that all do), [B, blocks] each. Rows past L count as those that see nothing."""
+def key_blocks(first_BL, rows: int, keys: int):
+    """Returns int32 [4, B, blocks of `rows` queries], numbers of blocks of `keys` keys, L = S:
+    begin <= whole begin <= whole end <= end.
+
+    Before begin and from end on no query of the block sees a key. Between the whole ones every
+    query sees every key, so that nothing needs a mask.
+    """
+    (B, L), count = first_BL.shape, pl.cdiv(first_BL.shape[1], rows)
+    padding = ((0, 0), (0, count * rows - L))
+    first = jnp.pad(first_BL, padding, mode="edge").reshape(B, count, rows)
+    at = jnp.arange(count * rows, dtype=jnp.int32).reshape(1, count, rows)
+    sees = (first <= at) & (at < L)
+    low = jnp.where(sees, first, L).min(axis=2)
+    high = jnp.where(sees, at + 1, 0).max(axis=2)
+    whole = pl.cdiv(first.max(axis=2), keys), (at[:, :, 0] + 1) // keys + 0 * low
+    return _in_order(low // keys, *whole, pl.cdiv(high, keys))
+
+
+def query_blocks(first_BL, rows: int, keys: int):
+    """Returns int32 [4, B, blocks of `keys` keys], numbers of blocks of `rows` queries, as
+    `key_blocks` does: which queries see any key of the block, and which see all of them.
+
+    The queries from L on, of the last block of rows, may count as seeing.
+    """
     L = first_BL.shape[1]
-    nothing = jnp.iinfo(jnp.int32).max // 2
-    padded = jnp.pad(first_BL, ((0, 0), (0, -L % rows)), constant_values=nothing)
-    blocks = padded.reshape(first_BL.shape[0], -1, rows)
-    return blocks[:, :, 0], blocks[:, :, -1]
+    key = jnp.arange(0, L, keys, dtype=jnp.int32)[None, :, None]
+    until = lambda last: (first_BL[:, None] <= last).sum(axis=2, dtype=jnp.int32)  # noqa: E731
+    every, some = until(key), until(key + (keys - 1))
+    begin = key[..., 0] // rows + 0 * some
+    whole = pl.cdiv(key[..., 0] + (keys - 1), rows) + 0 * some
+    return _in_order(begin, whole, jnp.where(every == L, pl.cdiv(L, rows), every // rows),
+                     pl.cdiv(some, rows))  # fmt: skip
+
+
+def _in_order(begin, whole_begin, whole_end, end):
+    end = jnp.maximum(begin, end)
+    whole_begin = jnp.clip(whole_begin, begin, end)
+    return jnp.stack([begin, whole_begin, jnp.clip(whole_end, whole_begin, end), end])
