@@ -7,6 +7,7 @@ Grouped GEMM (forward, input gradient, weight gradient) at the expert shapes of 
 rows for 8 experts, balanced and Zipf-skewed, as a share of one dense bfloat16 product of the same
 FLOPs; `jax.lax.ragged_dot`, and tokamax and torch._grouped_mm where they can be imported, beside
 it. The grouped MLP over its parts. Permutation and router as a share of a device copy's bandwidth.
+Attention within documents, in TFLOP/s of what is seen, over the portable one.
 Needs jax and numpy alone.
 
 A time is the best of five bursts of calls, each waited for once. Errors are max|difference| /
@@ -41,6 +42,7 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
 from pallas_kernels import (  # noqa: E402
+    attention,
     grouped_gemm,
     grouped_mlp,
     permute,
@@ -49,7 +51,7 @@ from pallas_kernels import (  # noqa: E402
     unpermute,
 )
 from pallas_kernels.grouped_mlp import parts  # noqa: E402
-from pallas_kernels.inspect import GROUPS, ROUTERS, ROWS, SHAPES  # noqa: E402
+from pallas_kernels.inspect import GROUPS, HEADS, LENGTH, ROUTERS, ROWS, SHAPES  # noqa: E402
 from pallas_kernels.tune import (  # noqa: E402
     TOLERANCE,
     error,
@@ -201,6 +203,48 @@ def bench_routes(name: str, tokens: int) -> bool:
     return right
 
 
+def bench_attention(name: str, rows: int, documents: int) -> bool:
+    """Prints the rows of attention at one model's heads: a row of `documents`, both ways."""
+    N, G, H, V = HEADS[name]
+    length = min(LENGTH, rows)
+    N, G = (N, G) if length == LENGTH else (max(N // G, 1), 1)
+    keys = jax.random.split(jax.random.key(0), 4)
+    q, k, v, do = (
+        jax.random.normal(key, (max(rows // length // 4, 1), length, *shape), jnp.bfloat16)
+        for key, shape in zip(keys, ((N, H), (G, H), (G, V), (N, V)), strict=True)
+    )
+    ids = jnp.broadcast_to(1 + jnp.arange(length) * documents // length, q.shape[:2])
+
+    def both_ways(impl):
+        def run(q, k, v, do):
+            attend = partial(attention, segment_ids=(ids, ids), impl=impl)
+            out, pull = jax.vjp(lambda *qkv: attend(*qkv)[0], q, k, v)
+            return out, *pull(do)
+
+        return jax.jit(run)
+
+    ours, portable = both_ways(None), both_ways("xla")
+    forward = jax.jit(partial(attention, segment_ids=(ids, ids)))
+    found = max(
+        error(a, b.astype(jnp.float32))
+        for a, b in zip(ours(q, k, v, do), portable(q, k, v, do), strict=True)
+    )
+    wrong = "" if found <= 4 * TOLERANCE else "  WRONG"
+    flops = q.shape[0] * N * length * length / documents * (H + V)  # causal: half of all scores
+    there, back = seconds(forward, q, k, v), seconds(ours, q, k, v, do)
+    over = seconds(portable, q, k, v, do) / back
+    for op, took, times, note in (
+        ("attention", there, 1, ""),
+        ("both ways", back, 3.5, f"  xla {over:.2f}x  error {found:.0e}{wrong}"),
+    ):
+        print(
+            f"{name:14}{N:6}{G:6} {op:16}{f'{documents} a row':9}{'':7}"
+            f" {times * flops / took / 1e12:7.1f}{note}",
+            flush=True,
+        )
+    return not wrong
+
+
 def main(arguments: list[str]) -> int:
     """Returns 1 where a result was wrong."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -219,6 +263,7 @@ def main(arguments: list[str]) -> int:
         right &= bench_mlp(name, rows, groups, dim, ffn)
         right &= bench_moves(name, rows, dim)
         right &= bench_routes(name, rows)
+        right &= bench_attention(name, rows, 1) & bench_attention(name, rows, 8)
     return int(not right)
 
 

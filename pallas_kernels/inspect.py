@@ -30,6 +30,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels import (
     RouterOptions,
+    attention,
     deviceless,
     grouped_gemm,
     grouped_mlp,
@@ -65,6 +66,25 @@ ROUTERS = {
     "qwen3-30b": ((128,), RouterOptions(8)),
     "gpt-oss": ((32, 128), RouterOptions(4)),
     "mixtral-8x7b": ((8,), RouterOptions(2)),
+}
+LENGTH = 4096  # of a packed row
+
+
+class Heads(NamedTuple):
+    """Query heads, key heads, and their widths (the models' published configurations)."""
+
+    num: int
+    keys: int
+    dim: int = 128
+    values: int = 128
+
+
+HEADS = {
+    "deepseek-v3": Heads(128, 128, 192),
+    "qwen3-235b": Heads(64, 4),
+    "qwen3-30b": Heads(32, 4),
+    "gpt-oss": Heads(64, 8, 64, 64),
+    "mixtral-8x7b": Heads(32, 8),
 }
 # Dense bfloat16 FLOP/s with float32 sums (data sheets, without sparsity).
 PEAK = {"a100": 312e12, "l40s": 362e12, "h100": 989e12, "h200": 989e12}
@@ -197,13 +217,40 @@ def _routes(name: str, num_experts: int, options: RouterOptions) -> Program:
     return Program(f"{name} E={num_experts}", forward, arguments, {"router": floor})
 
 
+def _attends(name: str, heads: Heads) -> Program:
+    """Attention within documents, and its gradients; the floors are those of one document a row."""
+    (N, G, H, V), B, L = heads, ROWS // LENGTH, LENGTH
+
+    def both_ways(q_BLNH, k_BLGH, v_BLGV, ids_BL, do_BLNV):
+        run = lambda *qkv: attention(*qkv, segment_ids=(ids_BL, ids_BL))[0]  # noqa: E731
+        out_BLNV, pull = jax.vjp(run, q_BLNH, k_BLGH, v_BLGV)
+        return out_BLNV, pull(do_BLNV)
+
+    arguments = (
+        _rows(B, L, N, H),
+        _rows(B, L, G, H),
+        _rows(B, L, G, V),
+        _rows(B, L, dtype=jnp.int32),
+        _rows(B, L, N, V),
+    )
+    scores, tokens = B * N * L * (L + 1) // 2, 2 * B * L
+    floors = {
+        "attention_forward": Floor(2 * scores * (H + V), tokens * (N + G) * (H + V)),
+        "attention_gradient_q": Floor(
+            2 * scores * (2 * H + V), tokens * (N * (2 * H + V) + G * (H + V))
+        ),
+        "attention_gradient_kv": Floor(4 * scores * (H + V), tokens * (N + 2 * G) * (H + V)),
+    }
+    return Program(f"{name} {N}/{G}x{H}", both_ways, arguments, floors)
+
+
 def programs(shape: str = "") -> list[Program]:
     """Returns every program of one model's shape, or of all."""
     found = []
     for name, (dim, ffn) in SHAPES.items():
         if shape in ("", name):
             found += [_projection(name, dim, 2 * ffn), _projection(name, ffn, dim)]
-            found += [_mlp(name, dim, ffn), _moves(name, dim)]
+            found += [_mlp(name, dim, ffn), _moves(name, dim), _attends(name, HEADS[name])]
             experts, options = ROUTERS[name]
             found += [_routes(name, E, options) for E in experts]
     return found

@@ -34,7 +34,7 @@ Tensor memory: s 2 x 64, p 2 x 32, out 2 x V columns, 448 of 512. Per block of k
 tensor core needs 64 * (H + V) * 256 / 8192 clocks (512 for H = V = 128), and the 8192 exponentials
 512, at 16 a clock: neither hides the other's start, so some 70 % of the peak is what to hope for.
 
-What the assembler says (b200, gb300): 136 to 154 registers of 168, nothing spilled, 97 to 219 KiB
+What the assembler says (b200, gb300): 136 to 154 registers of 168, nothing spilled, 99 to 219 KiB
 of shared memory. Tested in Mosaic's interpreter, not yet run on a GPU: no time has been measured.
 """
 

@@ -9,19 +9,21 @@ kernels, and nothing of size L x S is in device memory. Forward, and what is com
 memory in no fixed order.) In both, warpgroup 2 has TMA load and issues the MMAs, those of the next
 step's s and dp before those of this step's sums; warpgroups 0 and 1 turn s and dp into p and ds.
 
-attention_gradient_q: a block of the grid has 128 queries of a head and visits the blocks of 64 keys that they see,
-which the two warpgroups take in turns. s, dp 2 x 64 columns of tensor memory each, ds 2 x 32, dq H:
-512 for H = 192. Bytes: q, do and dq once, k and v once for 128 queries and head, mostly from L2.
+attention_gradient_q: a block of the grid has 128 queries of a head and visits the blocks of 64 keys
+that they see, which the two warpgroups take in turns. Tensor memory: s and dp 2 x 64 columns each,
+ds 2 x 32, dq H, 512 for H = 192. Bytes: q, do and dq once, k and v once for 128 queries and head,
+mostly from L2: 192 FLOP a byte (H = V = 128).
 
-attention_gradient_kv: a block has 128 keys of a key head and visits the blocks of 64 queries that see any of them,
-head after head of the query heads that read it: the sums over the group stay in tensor memory. The
-scores are [keys, queries], each warpgroup takes 32 queries of every step, and a thread has a key;
-what is one number a query (lse, correction, first key) comes by TMA into the ring too. s, dp 64
-columns, p, ds 32, dk H, dv V: 512 for H = 192. Where key heads and rows are too few to keep all
-cores busy (`BUSY`), a key head's query heads are split over blocks and XLA adds up the parts.
+attention_gradient_kv: a block has 128 keys of a key head and visits the blocks of 64 queries that
+see any of them, head after head of the query heads that read it: the sums over the group stay in
+tensor memory. The scores are [keys, queries], each warpgroup takes 32 queries of every step, and a
+thread has a key; what is one number a query (lse, correction, first key) comes by TMA into the ring
+too. Tensor memory: s, dp 64 columns, p, ds 32, dk H, dv V, 512 for H = 192. Bytes: k, v, dk and dv
+once, q and do once for 128 keys: 256 FLOP a byte. Where key heads and rows are too few to keep all
+cores busy (`BUSY`), a key head's query heads are split over blocks, and XLA adds up the parts.
 
     barrier                   arrives                                  waits
-    landed, k_, v_, kv_       TMA                                      2, and for a ring of dk, dv all
+    landed, k_, v_, kv_       TMA                                      2; of dk, dv's ring, all
     used, k_used, v_used      the tensor core has read a slot          2
     ready                     s and dp are written                     0 or 1
     read                      they are in registers                    2
@@ -29,7 +31,7 @@ cores busy (`BUSY`), a key head's query heads are split over blocks and XLA adds
     ds_used                   the tensor core has read them            0 or 1
     done                      the sums are complete                    0 and 1
 
-What the assembler says (b200, gb300): 144 to 166 registers of 168, nothing spilled, 97 to 203 KiB
+What the assembler says (b200, gb300): 144 to 166 registers of 168, nothing spilled, 96 to 203 KiB
 of shared memory. Tested in Mosaic's interpreter, not yet run on a GPU: no time has been measured.
 """
 
@@ -46,8 +48,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.attention.blackwell_parts import (
     BY_LANE,
     LINE,
-    PER_COL,
     PART,
+    PER_COL,
     PER_ROW,
     ROWS,
     STEP,

@@ -32,11 +32,11 @@ def main(gpu: str, H: int, V: int) -> None:
     """Compiles for packed rows of 4096, eight query and two key heads, types checked."""
     mesh = Mesh(deviceless.devices(gpu, 1, 2), ("x",))
     B, L, N, G = 4, 4096, 8, 2
+    rows, whole = P("x"), P()
 
-    def array(*shape, dtype=jnp.bfloat16, spec=P("x")):
+    def array(*shape, dtype=jnp.bfloat16, spec=rows):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
-    rows, whole = P("x"), P()
     arguments = (
         *(array(B, L, heads, width) for heads, width in ((N, H), (G, H), (G, V))),
         array(B, L, dtype=jnp.int32),
