@@ -193,14 +193,17 @@ def _key_kernel(*refs, scale, rows, stages, group):
             slot, at = ring.slot(n), begin + place[1]
             ring.load(ring.ahead(n), partial(copies, ahead))
             plgpu.barrier_wait(ring.full[0].at[slot])
-            s = product(k_smem.at[wg], _turned(q_smem.at[slot]))
+            # wg again, but not known to the compiler before the loop: it would keep the 16 addresses
+            # of k's and v's parts in registers, of which it has none to spare.
+            mine = wg + jnp.minimum(at, 0)
+            s = product(k_smem.at[mine], _turned(q_smem.at[slot]))
             whole, whole_end = (blocks_gmem[i, batch, block] for i in (1, 2))
             partly = (at < whole) | (at >= whole_end)
             s = lax.cond(partly, lambda s: masked(s, at * rows), lambda s: s, s)
             lse = plgpu.load(lse_smem.at[slot], layout=BY_COL, optimized=False)
             p = jnp.exp2(s * (scale * LOG2E) - spread(lse, s.shape, 1))
             plgpu.wgmma(dv_acc, p.astype(do_smem.dtype), do_smem.at[slot])
-            dp = product(v_smem.at[wg], _turned(do_smem.at[slot]))
+            dp = product(v_smem.at[mine], _turned(do_smem.at[slot]))
             correction = plgpu.load(correction_smem.at[slot], layout=BY_COL, optimized=False)
             ds = p * (dp - spread(correction, s.shape, 1))
             plgpu.wgmma(dk_acc, ds.astype(q_smem.dtype), q_smem.at[slot])
