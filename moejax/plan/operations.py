@@ -46,12 +46,15 @@ class Work:
     groups: int = 1
     """Products of that size (batch, experts, heads)."""
     collective: str = ""
-    """all_gather, reduce_scatter, all_reduce, all_to_all, ragged_all_to_all or permute."""
+    """all_gather, reduce_scatter, all_reduce, all_to_all, ragged_all_to_all, permute; or
+    fused_all_to_all: a kernel that sends a token once to each GPU, or domain, that wants it."""
     role: str = ""
     """Of a collective: what it moves, "ep dispatch", "zero gather", "zero reduce", "tp", ..."""
     wire: float = 0.0
     """Bytes that this GPU sends, whichever way they go; to itself not counted."""
     group: Group = Group(1, 1)
+    wait: float = 0.0
+    """Of idling: its seconds."""
 
     def __post_init__(self):
         if self.kind not in KINDS or self.phase not in PHASES:

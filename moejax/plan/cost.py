@@ -1,0 +1,352 @@
+"""The price of work on a cluster: seconds of one kernel, collective or copy.
+
+    seconds(Work("attend", GEMM, flops=..., mnk=(m, n, k)), CLUSTERS["h100"])
+
+One function prices what XLA scheduled and what the analytic plan lists. A product costs the slower
+of tensor cores and memory (a cubic mean joins the two where they are near), both at rates that were
+measured; everything else costs its bytes over a link. Each rate below names its source. None was
+chosen by comparing a whole step with a published one.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+from math import ceil
+from typing import NamedTuple
+
+from moejax.plan.hardware import Cluster
+from moejax.plan.operations import (
+    ATTENTION,
+    COLLECTIVE,
+    GEMM,
+    GROUPED,
+    HOST,
+    IDLE,
+    MEMORY,
+    Done,
+    Event,
+    Loop,
+    Run,
+    Start,
+    Work,
+)
+
+MICRO = 1e-6
+SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "fp4": 0.5625}
+"""Bytes of an element. fp4: 4 bits, and a scale of 8 for 16 of them."""
+
+# Products of [m, k] and [k, n] run at peak * SUSTAINED * k / (k + LOST). LOST is the length k that
+# would pass while a tile is begun and written. Hopper, FP8: the README of DeepGEMM (H800, NVCC
+# 12.8) has 590, 990, 1025, 1304 and 1358 TFLOPS at k = 512, 1536, 2048, 7168 and 16384, which 0.71
+# and 700 give within 6 %. Its BF16 steps take twice as long, so half of it is lost; 0.75 gives the
+# 716 TFLOPS of cuBLAS at 8192 cubed ("Outperforming cuBLAS on H100: a Worklog", 2024).
+# Blackwell, BF16: cuBLAS reaches 1,610 ("Matmul (Blackwell)", the Tilus tutorial) to 1,763 TFLOPS
+# ("Matrix Multiplication on Nvidia's Blackwell", Modular, 2025) at 8192 cubed on a B200 whose peak
+# is 2,250: 0.79 and 350 give 1,700. FP8 and FP4: as Hopper's FP8.
+SUSTAINED = {9: {"bfloat16": 0.75, "fp8": 0.71}, 10: {"bfloat16": 0.79, "fp8": 0.71, "fp4": 0.71}}
+LOST = {"float32": 350.0, "bfloat16": 350.0, "float16": 350.0, "fp8": 700.0, "fp4": 1400.0}
+TILES = ((128, 256), (256, 128), (128, 128), (64, 256), (64, 128))
+"""Output tiles among which libraries choose (CUTLASS's and DeepGEMM's for Hopper)."""
+
+# TFLOPS of cuDNN's causal attention, forward and backward, at 4,096 and 16,384 keys: "Scalable
+# Training of Mixture-of-Experts Models with Megatron Core", DeepSeek-V3's heads (192 and 128 wide).
+ATTENTION_RATES = {
+    9: ((553e12, 638e12), (422e12, 523e12)),
+    10: ((1324e12, 1698e12), (1083e12, 1298e12)),
+}
+NARROW = 0.75
+"""Rate of heads 64 wide over that of wider ones: 497 and 648 TFLOPS at 16k, causal forward
+(FlashAttention-3, 2024, figure 5)."""
+
+# Share of peak memory bandwidth. Hopper: 84 % of 3.35 TB/s for coalesced loads ("GPU Memory
+# Bandwidth: What Your Profiler Isn't Telling You", 2026); STREAM reaches 92 %. Blackwell: an MXFP8
+# quantizer that is bound by memory, 6 TB/s on a B200 ("Chasing 6+ TB/s: an MXFP8 quantizer on
+# Blackwell").
+HBM = {9: 0.84, 10: 0.79}
+CACHED = 2.0
+"""Speed-up of what fits half of L2: 5.5 TB/s and more ("Nvidia's H100: Funny L2, and Tons of
+Bandwidth", Chips and Cheese, 2023) over 2.8."""
+LAUNCH = 2 * MICRO
+"""Gap before a kernel, and the time in which it fills and empties the GPU ("Getting Started with
+CUDA Graphs", NVIDIA, 2019: 3.4 to 3.8 us a kernel where kernels alone take 2.9)."""
+
+# Shares of a link's bandwidth. All-to-all: Table 7 of the Megatron Core MoE paper (7168 wide, 4,096
+# tokens, 8 of 256 experts, BF16). NCCL sends 7 copies inside 8 GPUs: 411 MB in 1,265 us on H100,
+# 735 us on GB200; 7.9 inside 64 GPUs in 930 us; across the network 7 in 9,164 us and, of 16 GPUs, 4
+# in 5,774 us. HybridEP sends a token once to each GPU (5.25 * 7/8 copies of 8: 661 and 391 us; 7.46
+# of 64: 675 us) or, across the network, once to each domain (3.6 * 7/8, routed to 4 groups: 4,626
+# us; of 16 GPUs, 1: 1,485 us).
+NEAR = {
+    9: {"ring": 0.80, "all_to_all": 0.72, "fused_all_to_all": 0.91},
+    10: {"ring": 0.80, "all_to_all": 0.58, "fused_all_to_all": 0.74},
+}
+"""NVLink. "ring": nccl-tests on 8 H100s, all_gather, 360 of 450 GB/s."""
+FAR = {"ring": 0.92, "all_to_all": 0.86, "fused_all_to_all": 0.80}
+"""The network. "ring": 46 of 50 GB/s an adapter ("you should see 46-48 GB/s per NIC",
+NVIDIA/nccl-tests#290)."""
+HOP, FAR_HOP = 1.9 * MICRO, 4.0 * MICRO
+"""Latency of a ring's step on NVLink and on the network (NCCL, src/graph/tuning.cc, LL128)."""
+HOST_LINK = 0.85
+"""Share of PCIe's or NVLink-C2C's bandwidth that a large copy reaches: 54 of 64 GB/s (NVIDIA's
+bandwidthTest on PCIe 5)."""
+
+
+def generation(cluster: Cluster) -> int:
+    """Returns the major compute capability: 9 Hopper, 10 Blackwell. KeyError: no rates for it."""
+    major = cluster.gpu.capability[0]
+    if major not in SUSTAINED:
+        raise KeyError(f"no rates are known for compute capability {major} ({cluster.name})")
+    return major
+
+
+def seconds(work: Work, cluster: Cluster) -> float:
+    """Returns the seconds that the work takes, alone on its GPU (or link)."""
+    if work.kind == IDLE:
+        return work.wait
+    if work.kind == COLLECTIVE:
+        return _collective(work, cluster)
+    if work.kind == HOST:
+        return work.bytes / (cluster.host_link * HOST_LINK)
+    if work.kind == MEMORY:
+        return LAUNCH + memory(work.bytes, cluster)
+    if work.kind == ATTENTION:
+        return LAUNCH + _attention(work, cluster)
+    assert work.kind in (GEMM, GROUPED), work.kind
+    moved = memory(product_bytes(work), cluster)
+    return LAUNCH + (_product(work, cluster) ** 3 + moved**3) ** (1 / 3)
+
+
+def memory(size: float, cluster: Cluster) -> float:
+    """Returns the seconds of reading and writing so many bytes of device memory."""
+    rate = cluster.gpu.memory_bytes_per_s * HBM[generation(cluster)]
+    return size / (rate * CACHED if size <= cluster.gpu.l2_bytes / 2 else rate)
+
+
+def product_bytes(work: Work) -> float:
+    """Returns the bytes of a product's operands and (16-bit) result; those it names, if any."""
+    if work.bytes:
+        return work.bytes
+    m, n, k = work.mnk
+    return work.groups * ((m * k + k * n) * SIZES[work.dtype] + m * n * 2)
+
+
+def _product(work: Work, cluster: Cluster) -> float:
+    """Seconds of the tensor cores: whole tiles, in whole waves over the cores."""
+    major, cores = generation(cluster), cluster.gpu.cores
+    m, n, k = (max(size, 1.0) for size in work.mnk)
+    kind = "bfloat16" if work.dtype in ("float32", "float16") else work.dtype
+    rate = cluster.peak(work.dtype) * SUSTAINED[major][kind] * k / (k + LOST[work.dtype])
+    executed = min(
+        ceil(_tiles(work, m, n, tile) / cores) * cores * tile[0] * tile[1] for tile in TILES
+    )
+    return 2.0 * executed * k / rate
+
+
+def _tiles(work: Work, m: float, n: float, tile: tuple[int, int]) -> float:
+    """Tiles of all products; groups of rows end, on average, in the middle of one."""
+    rows = m / tile[0] + 0.5 if work.kind == GROUPED and work.groups > 1 else ceil(m / tile[0])
+    return work.groups * rows * ceil(n / tile[1])
+
+
+def _attention(work: Work, cluster: Cluster) -> float:
+    """Seconds of flash attention. mnk: queries, keys seen, width of a head."""
+    _, keys, width = work.mnk
+    short, long = ATTENTION_RATES[generation(cluster)][work.phase == "backward"]
+    share = min(max((keys - 4096) / (16384 - 4096), 0.0), 1.0)
+    rate = short + share * (long - short)
+    if keys < 4096:  # what is lost at the diagonal is a block of about 256 keys
+        rate *= keys / (keys + 256) * (4096 + 256) / 4096
+    return work.flops / (rate * (NARROW if width <= 64 else 1.0))
+
+
+def _collective(work: Work, cluster: Cluster) -> float:
+    group, near = work.group, NEAR[generation(cluster)]
+    if group.size <= 1 or not work.wire:
+        return 0.0
+    domains = group.size / group.local
+    if work.collective in ("all_gather", "reduce_scatter", "all_reduce"):
+        # Each domain's members carry a ring's crossings together, an adapter each.
+        inside = work.wire / (cluster.nvlink * near["ring"]) if group.local > 1 else 0.0
+        across = work.wire / group.local / (cluster.network * FAR["ring"]) if domains > 1 else 0.0
+        turns = 2 if work.collective == "all_reduce" else 1
+        hops = turns * ((group.size - domains) * HOP + (domains - 1) * FAR_HOP)
+        return max(inside, across) + max(hops, _latency(cluster, domains))
+    kind = "fused_all_to_all" if work.collective == "fused_all_to_all" else "all_to_all"
+    far = work.wire * (group.size - group.local) / (group.size - 1)
+    inside = (work.wire - far) / (cluster.nvlink * near[kind])
+    return max(inside, far / (cluster.network * FAR[kind])) + _latency(cluster, domains)
+
+
+def _latency(cluster: Cluster, domains: float) -> float:
+    return cluster.network_latency if domains > 1 else cluster.nvlink_latency
+
+
+COMPUTE, COMMUNICATION, COPIES = LANES = ("compute", "communication", "host")
+STOLEN_CORES = 20
+"""Cores that communication takes from compute while both run: DeepEP's default, whose cost the
+Megatron Core MoE paper puts at about 20 % of the matmuls' speed on 132 of them."""
+
+
+class Key(NamedTuple):
+    """By what seconds are added up."""
+
+    name: str
+    kind: str
+    role: str
+    phase: str
+
+    @staticmethod
+    def of(work: Work) -> "Key":
+        """Returns the key of a piece of work."""
+        return Key(work.name, work.kind, work.role, work.phase)
+
+
+class Span(NamedTuple):
+    """Work with the seconds, from the start of its loop's body, between which it ran."""
+
+    work: Work
+    lane: str
+    start: float
+    end: float
+
+
+@dataclasses.dataclass
+class Timeline:
+    """What playing a list of events gave."""
+
+    seconds: float = 0.0
+    """Length of it all."""
+    spans: dict[str, tuple[Span, ...]] = dataclasses.field(default_factory=dict)
+    """One turn of each loop's body in steady state, by the names of the loops around it, joined by
+    "/"; "" has what is in no loop. A loop inside is not shown."""
+    busy: dict[Key, float] = dataclasses.field(default_factory=dict)
+    """Seconds of work, on whichever lane."""
+    exposed: dict[Key, float] = dataclasses.field(default_factory=dict)
+    """Seconds that the compute stream waited for communication or a copy, or stood idle."""
+
+    @property
+    def compute(self) -> float:
+        """Seconds in which the compute stream worked: all of them but the exposed ones."""
+        return self.seconds - sum(self.exposed.values())
+
+    def add(self, other: "Timeline", times: float) -> None:
+        """Adds what a part of it gave, so many times; not its length."""
+        self.spans |= other.spans
+        for mine, theirs in ((self.busy, other.busy), (self.exposed, other.exposed)):
+            for key, value in theirs.items():
+                mine[key] = mine.get(key, 0.0) + times * value
+
+
+class _Player:
+    """The lanes of one GPU while a body is played."""
+
+    def __init__(self, cluster: Cluster, path: str, tails: dict[str, float], inherited: dict):
+        self.cluster, self.path, self.now = cluster, path, 0.0
+        self.free = tails
+        self.started: dict[str, tuple[float, Work]] = dict(inherited)
+        self.talking: list[tuple[float, float]] = []  # when communication runs, in order
+        self.found, self.spans = Timeline(), []
+
+    def play(self, events: Iterable[Event]) -> None:
+        for event in events:
+            match event:
+                case Run(work):
+                    self._run(work)
+                case Start(work, key):
+                    self._start(work, key)
+                case Done(key):
+                    self._wait(key)
+                case Loop():
+                    self._loop(event)
+        self.found.seconds = self.now
+        self.found.spans[self.path] = tuple(self.spans)
+
+    def _note(self, work: Work, lane: str, start: float, end: float, length: float) -> None:
+        key = Key.of(work)
+        self.found.busy[key] = self.found.busy.get(key, 0.0) + length
+        self.spans.append(Span(work, lane, start, end))
+
+    def _expose(self, work: Work, length: float) -> None:
+        key = Key.of(work)
+        self.found.exposed[key] = self.found.exposed.get(key, 0.0) + length
+
+    def _run(self, work: Work) -> None:
+        length, start = seconds(work, self.cluster), self.now
+        if work.kind in (COLLECTIVE, HOST):  # behind what its lane has begun
+            lane = COMMUNICATION if work.kind == COLLECTIVE else COPIES
+            begin = max(start, self.free[lane])
+            self.now = self.free[lane] = begin + length
+            self._note(work, lane, begin, self.now, length)
+            self._expose(work, self.now - start)
+            return
+        self.now = start + (length if work.kind == IDLE else self._slowed(start, length))
+        self._note(work, COMPUTE, start, self.now, self.now - start)
+        if work.kind == IDLE:
+            self._expose(work, length)
+
+    def _slowed(self, start: float, length: float) -> float:
+        """Returns how long compute takes from `start` on, with the cores that are left to it."""
+        slow = 1 - STOLEN_CORES / self.cluster.gpu.cores
+        now, left = start, length
+        for begin, end in self.talking:
+            if end <= now:
+                continue
+            alone = min(left, max(begin - now, 0.0))
+            now, left = now + alone, left - alone
+            if left <= 0 or now < begin:
+                break
+            done = min(left, (end - now) * slow)
+            now, left = now + done / slow, left - done
+        return now + left - start
+
+    def _start(self, work: Work, key: str) -> None:
+        lane = COPIES if work.kind == HOST else COMMUNICATION
+        length, begin = seconds(work, self.cluster), max(self.now, self.free[lane])
+        self.free[lane] = begin + length
+        self.started[key] = (begin + length, work)
+        if work.kind == COLLECTIVE:
+            self.talking.append((begin, begin + length))
+        self._note(work, lane, begin, begin + length, length)
+
+    def _wait(self, key: str) -> None:
+        if key not in self.started:  # what is awaited was begun a turn ago, and this is the first
+            return
+        end, work = self.started.pop(key)
+        if end > self.now:
+            self._expose(work, end - self.now)
+            self.now = end
+
+    def _loop(self, loop: Loop) -> None:
+        path = f"{self.path}/{loop.name}" if self.path else loop.name
+        same = sum(known.partition("#")[0] == path for known in self.found.spans)
+        path = f"{path}#{same + 1}" if same else path  # the second of a name, and so on
+        inside = _steady(loop.body, self.cluster, path)
+        self.found.add(inside, loop.times)
+        self.now += loop.times * inside.seconds
+        for lane in (COMMUNICATION, COPIES):  # what goes on outside makes room for what is inside
+            if self.free[lane] < self.now:
+                self.free[lane] = self.now
+
+
+def _steady(events: Iterable[Event], cluster: Cluster, path: str) -> Timeline:
+    """Returns the second turn of a loop's body: lanes, and work begun, are as the first left them.
+    """
+    first = _Player(cluster, path, dict.fromkeys(LANES, 0.0), {})
+    first.play(events)
+    tails = {lane: max(free - first.now, 0.0) for lane, free in first.free.items()}
+    begun = {key: (end - first.now, work) for key, (end, work) in first.started.items()}
+    second = _Player(cluster, path, tails, begun)
+    second.talking = [(0.0, tails[COMMUNICATION])] if tails[COMMUNICATION] else []
+    second.play(events)
+    return second.found
+
+
+def simulate(events: Iterable[Event], cluster: Cluster) -> Timeline:
+    """Returns the Timeline of a step, or of any other list of events.
+
+    Communication and host copies run in the order in which they are begun, one after the other on
+    their lane; compute beside communication has fewer cores. A loop's body is played in steady
+    state (the second turn) and counted as often as it runs.
+    """
+    player = _Player(cluster, "", dict.fromkeys(LANES, 0.0), {})
+    player.play(events)
+    return player.found
