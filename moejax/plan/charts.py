@@ -1,0 +1,162 @@
+"""Drawings of a plan as SVG text: memory up to the GPU's limit, a layer's lanes, where time goes.
+
+Colours are CSS variables of the page, so that one drawing serves light and dark.
+"""
+
+from collections.abc import Sequence
+from html import escape
+
+from moejax.plan.cost import LANES, Span, Timeline
+from moejax.plan.estimate import KINDS
+from moejax.plan.operations import ATTENTION, COLLECTIVE, GEMM, GROUPED, HOST, IDLE, MEMORY
+from moejax.plan.plans import Plan, exposed
+from moejax.train.report.charts import nice_ticks, svg_open
+
+GIB = 2.0**30
+COLORS = {
+    GEMM: "var(--a)", GROUPED: "var(--deep)", ATTENTION: "var(--d)", MEMORY: "var(--shallow)",
+    COLLECTIVE: "var(--b)", HOST: "var(--c)", IDLE: "var(--rule)",
+}  # fmt: skip
+MEMORY_COLORS = dict(
+    zip(
+        KINDS,
+        ("--deep", "--a", "--shallow", "--d", "--c", "--e", "--f", "--b", "--g", "--h", "--i")
+        + ("--soft",),
+        strict=True,
+    )
+)
+LABEL, WIDTH, RIGHT = 168, 1064, 84
+"""Pixels for names at the left, of the whole drawing, for values at the right."""
+
+
+def waterfall(plan: Plan) -> str:
+    """Returns the drawing of a plan's memory: a bar a kind, each begun where the last one ended."""
+    memory, limit = plan.memory, float(plan.cluster.gpu.memory_bytes)
+    rows = [*memory.kinds, ("in all", memory.total)]
+    high = max(limit, memory.total) * 1.02
+    box, line, top = WIDTH - LABEL - RIGHT, 26, 26
+    height = top + line * len(rows) + 28
+    at = lambda size: LABEL + size / high * box  # noqa: E731
+    parts = [svg_open(WIDTH, height, f"memory of {plan.name} by kind")]
+    bottom = top + line * len(rows)
+    for tick in nice_ticks(0, high / GIB, 8):
+        x = at(tick * GIB)
+        parts.append(f'<path class="grid" d="M{x:.1f} {top - 4}V{bottom}"/>')
+        parts.append(_text(x, bottom + 18, f"{tick:g} GiB", "tick", "middle"))
+    begin = 0.0
+    for i, (kind, size) in enumerate(rows):
+        y = top + i * line
+        whole = kind == "in all"
+        start, color = (0.0, "--ink") if whole else (begin, MEMORY_COLORS[kind])
+        over = whole and size > plan.room
+        color = "--b" if over else color
+        width = max(at(start + size) - at(start), 1.0)
+        parts.append(_text(LABEL - 12, y + 16, kind, "name", "end"))
+        parts.append(
+            f'<rect x="{at(start):.1f}" y="{y + 4}" width="{width:.1f}" height="{line - 9}" '
+            f'rx="2" style="fill:var({color})"><title>{escape(kind)}: {size / GIB:.2f} GiB'
+            "</title></rect>"
+        )
+        parts.append(_text(at(start + size) + 8, y + 16, f"{size / GIB:.2f}", "value", "start"))
+        begin += size
+    for size, name, anchor in ((plan.room, "usable", "end"), (limit, "the GPU's", "start")):
+        x = at(size)
+        parts.append(f'<path class="baseline" d="M{x:.1f} {top - 8}V{bottom}"/>')
+        shown = f"{name} {size / GIB:.1f} GiB"
+        parts.append(_text(x + (4 if anchor == "start" else -4), top - 12, shown, "tick", anchor))
+    return "".join([*parts, "</svg>"])
+
+
+def _text(x: float, y: float, text: str, style: str, anchor: str) -> str:
+    return (
+        f'<text class="{style}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">'
+        f"{escape(text)}</text>"
+    )
+
+
+def layer_pair(timeline: Timeline) -> list[tuple[str, tuple[Span, ...]]]:
+    """Returns (name, spans) of the two loop bodies that a reader wants to see: of those that run
+    forward and of those that run backward the one that holds most work."""
+    best: dict[str, tuple[float, str, tuple[Span, ...]]] = {}
+    for path, spans in timeline.spans.items():
+        if not path or not spans:
+            continue
+        phases = {span.work.phase for span in spans}
+        side = "backward" if "backward" in phases else "forward"
+        if "update" in phases or (side == "forward" and phases != {"forward"}):
+            continue
+        layers = {s.work.name for s in spans}
+        score = _end(spans) * (1000 if layers & {"attend", "experts"} else 1)
+        if side not in best or score > best[side][0]:
+            best[side] = (score, path, spans)
+    order = [side for side in ("forward", "backward") if side in best]
+    return [(f"{side} layer", best[side][2]) for side in order]
+
+
+def _end(spans: Sequence[Span]) -> float:
+    return max(span.end for span in spans) - min(0.0, min(span.start for span in spans))
+
+
+def lanes(name: str, spans: Sequence[Span], longest: float) -> str:
+    """Returns the drawing of one turn of a loop's body: compute, communication, host. `longest` is
+    the time that the width stands for, the same for drawings that are to be compared."""
+    used = [lane for lane in LANES if lane != "host" or any(s.lane == lane for s in spans)]
+    line, top = 40, 6
+    left, box = 120, WIDTH - 120 - 14
+    bottom = top + line * len(used)
+    scale, unit = (1e6, "µs") if longest < 2e-3 else (1e3, "ms")
+    parts = [svg_open(WIDTH, bottom + 24, f"{name}: one turn in steady state")]
+    for tick in nice_ticks(0, longest * scale, 10):
+        x = left + tick / scale / longest * box
+        parts.append(f'<path class="grid" d="M{x:.1f} {top}V{bottom}"/>')
+        parts.append(_text(x, bottom + 16, f"{tick:g} {unit}", "tick", "middle"))
+    for row, lane in enumerate(used):
+        y = top + row * line
+        parts.append(_text(left - 12, y + line / 2 + 4, lane, "name", "end"))
+        parts += [_bar(s, y, line, left, box, longest) for s in spans if s.lane == lane]
+    return "".join([*parts, "</svg>"])
+
+
+def _bar(span: Span, y: float, line: float, left: float, box: float, longest: float) -> str:
+    """One piece of work; its name inside where there is room for it."""
+    work = span.work
+    start, end = max(span.start, 0.0), min(span.end, longest)
+    x, width = left + start / longest * box, max((end - start) / longest * box, 0.6)
+    name = work.role or work.name
+    title = f"{name} ({work.kind}, {work.phase}): {1e6 * (span.end - span.start):,.0f} µs"
+    gap = 0.7 if width > 3 else 0.0
+    shown = ""
+    if width > 6.4 * len(name) + 8:
+        ink = "var(--ink)" if work.kind in (MEMORY, IDLE) else "var(--card)"
+        shown = (
+            f'<text class="inside" style="fill:{ink}" x="{x + width / 2:.1f}" '
+            f'y="{y + line / 2 + 4:.1f}" text-anchor="middle">{escape(name)}</text>'
+        )
+    faint = ' opacity=".72"' if work.phase == "recompute" else ""
+    return (
+        f'<g><title>{escape(title)}</title><rect x="{x:.2f}" y="{y + 4}" '
+        f'width="{width - gap:.2f}" height="{line - 8}" rx="{min(2.0, width / 3):.1f}"{faint} '
+        f'style="fill:{COLORS[work.kind]}"/>{shown}</g>'
+    )
+
+
+def breakdown(plan: Plan) -> str:
+    """Returns the drawing of a step's seconds: what computes, then what compute waited for."""
+    rows = [(name, value) for name, value in exposed(plan) if value > 5e-4 * plan.seconds]
+    line, top, box = 24, 4, WIDTH - LABEL - 150
+    most = max((value for _, value in rows), default=1.0)
+    parts = [svg_open(WIDTH, top + line * len(rows) + 4, f"where a step of {plan.name} goes")]
+    for i, (name, value) in enumerate(rows):
+        y = top + i * line
+        waited = name.startswith("waiting")
+        color = "var(--b)" if waited else COLORS[name]
+        label = name.removeprefix("waiting: ")
+        parts.append(_text(LABEL - 12, y + 15, label, "name", "end"))
+        width = max(value / most * box, 1.0)
+        parts.append(
+            f'<rect x="{LABEL}" y="{y + 4}" width="{width:.1f}" height="{line - 9}" rx="2" '
+            f'style="fill:{color}"/>'
+        )
+        text = f"{value:.3f} s · {100 * value / plan.seconds:.1f} %"
+        parts.append(_text(LABEL + width + 8, y + 15, text, "value", "start"))
+    return "".join([*parts, "</svg>"])

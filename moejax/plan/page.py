@@ -1,0 +1,231 @@
+"""The report of plans: one HTML file that needs nothing but a browser, no scripts in it.
+
+    write_page([plan], Path("plan"), advice={plan.name: ways(plan)})
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+
+from moejax.core.mesh import fold_table
+from moejax.plan.advice import Way
+from moejax.plan.charts import COLORS, GIB, breakdown, lanes, layer_pair, waterfall
+from moejax.plan.operations import HOST, IDLE
+from moejax.plan.plans import Plan, traffic
+from moejax.plan.search import short
+from moejax.train import units
+from moejax.train.report.page import folded, key_values, section
+from moejax.train.report.style import STYLE
+
+PAGE_FILE = "report.html"
+ADDED_STYLE = """
+:root { --e: #b98a17; --f: #5b8f2b; --g: #b0466a; --h: #4d8f9e; --i: #7a6a58; }
+@media (prefers-color-scheme: dark) {
+  :root { --e: #e6c062; --f: #a5d477; --g: #f08fb0; --h: #86c9d8; --i: #c4b29c; }
+}
+.name { font-size: 12.5px; fill: var(--ink); }
+.value { font-size: 12px; fill: var(--soft); }
+.inside { font-size: 11px; }
+.lane { margin-bottom: 14px; }
+.lane h3 { font-size: 13px; font-weight: 560; margin: 4px 0 6px; }
+.blocks li::before { width: 11px; height: 11px; border: 0; border-radius: 2.5px;
+  background: var(--c); vertical-align: -1px; }
+.bad { color: var(--b); }
+code { font: 12.5px/1.5 ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace; }
+.figures td:first-child, .figures th:first-child { text-align: left; }
+.figures td { white-space: nowrap; }
+.figures tr.chosen td { font-weight: 620; }
+"""
+
+
+def render(plans: Sequence[Plan], advice: Mapping[str, Sequence[Way]]) -> str:
+    """Returns the HTML text of a report on plans; `advice`: ways out by the plans' names."""
+    parts = [_header(plans)]
+    if len(plans) > 1:
+        parts.append(section("Side by side", "the fastest that fits is in bold", comparison(plans)))
+    for plan in plans:
+        parts += _of_one(plan, advice.get(plan.name, ()), alone=len(plans) == 1)
+    title = plans[0].name if len(plans) == 1 else f"{len(plans)} plans"
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<meta name="color-scheme" content="light dark">'
+        f"<title>{escape(title)} · plan</title><style>{STYLE}{ADDED_STYLE}</style></head>"
+        f"<body><main>{''.join(parts)}</main></body></html>\n"
+    )
+
+
+def write_page(plans: Sequence[Plan], folder: Path, advice: Mapping[str, Sequence[Way]]) -> Path:
+    """Writes `report.html` into a folder, in one move, and returns its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / PAGE_FILE
+    new = path.with_suffix(".new")
+    new.write_text(render(plans, advice), encoding="utf-8")
+    os.replace(new, path)
+    return path
+
+
+def verdict(plan: Plan) -> str:
+    """Returns a plan in two sentences: whether it fits, and how fast it is."""
+    fits = (
+        f"exceeds what {plan.cluster.name.upper()} GPUs hold by {units.data_size(plan.over)}"
+        if plan.over
+        else f"fits, with {units.data_size(plan.room - plan.memory.total)} to spare on each GPU"
+    )
+    return (
+        f"On {plan.num_gpus:,} {plan.cluster.name.upper()}s this step {fits}. Predicted: "
+        f"{plan.seconds:.2f} s a step, {plan.tokens_per_second:,.0f} tokens/s and "
+        f"{plan.flops / 1e12:,.0f} TFLOP/s a GPU."
+    )
+
+
+def _header(plans: Sequence[Plan]) -> str:
+    if len(plans) == 1:
+        plan = plans[0]
+        made = "compiled by XLA" if plan.compiled else "estimated, not compiled"
+        return (
+            f'<header><p class="kicker">Plan · {made}</p><h1>{escape(plan.name)}</h1>'
+            f'<p class="lead">{escape(verdict(plan))}</p>'
+            f'<p class="meta">{escape(short(plan.config))}</p></header>'
+        )
+    best = best_of(plans)
+    lead = f"{best.name} is the fastest that fits. {verdict(best)}" if best else "None of them fits."
+    return (
+        f'<header><p class="kicker">Plan</p><h1>{len(plans)} plans</h1>'
+        f'<p class="lead">{escape(lead)}</p></header>'
+    )
+
+
+def best_of(plans: Sequence[Plan]) -> Plan | None:
+    """Returns the plan of most tokens a second and GPU among those that fit; None: none does."""
+    fitting = [plan for plan in plans if not plan.over]
+    return max(fitting, key=lambda plan: plan.tokens_per_second, default=None)
+
+
+def _of_one(plan: Plan, ways: Sequence[Way], alone: bool) -> list[str]:
+    prefix = "" if alone else f"{plan.name}: "
+    pair = layer_pair(plan.timeline)
+    longest = max((max(s.end for s in spans) for _, spans in pair), default=1e-9)
+    drawn = "".join(
+        f'<div class="lane"><h3>{escape(name)}</h3><div class="wide">'
+        f"{lanes(name, spans, longest)}</div></div>"
+        for name, spans in pair
+    )
+    source = "from the compiler's buffers" if plan.compiled else "estimated"
+    parts = [
+        _tiles(plan),
+        section(
+            f"{prefix}Memory of a GPU", f"at the peak ({plan.memory.moment}), {source}",
+            f'<div class="wide">{waterfall(plan)}</div>',
+        ),
+        section(f"{prefix}Ways under it", "each alone; estimated", ways_table(ways)),
+        section(
+            f"{prefix}One layer in steady state", "forward and backward, to the same scale",
+            _key(plan) + drawn if drawn else "",
+        ),
+        section(
+            f"{prefix}Where a step goes",
+            "orange: the GPU waits",
+            f'<div class="wide">{breakdown(plan)}</div>',
+        ),
+        section(f"{prefix}Collectives", "of one GPU, in a step", traffic_table(plan)),
+    ]  # fmt: skip
+    table = fold_table(plan.config.fold_over(plan.num_gpus))
+    parts.append(folded(f"{prefix}Devices", f"<pre>{escape(table)}</pre>"))
+    if plan.facts:
+        parts.append(folded(f"{prefix}Facts", key_values(plan.facts)))
+    return parts
+
+
+def _tiles(plan: Plan) -> str:
+    waiting = sum(plan.timeline.exposed.values()) / plan.seconds
+    tiles = [
+        ("Step", f"{plan.seconds:.2f} s", f"{plan.tokens:,} tokens"),
+        ("Tokens per second", f"{plan.tokens_per_second:,.0f}", "of one GPU"),
+        ("Model FLOP/s", f"{plan.flops / 1e12:,.0f} T", f"{100 * plan.utilization:.1f} % of peak"),
+        (
+            "Memory", f"{plan.memory.total / GIB:.1f} GiB",
+            f"of {plan.room / GIB:.1f} GiB usable"
+            + (f", over by {units.data_size(plan.over)}" if plan.over else ""),
+        ),
+        ("Waiting", f"{100 * waiting:.0f} %", "of the step, for links or stages"),
+        (
+            "Overflowed batch", f"{plan.again.total / GIB:.1f} GiB" if plan.again else "–",
+            "to run it again" if plan.again else "not looked at (--worst-case)",
+        ),
+    ]  # fmt: skip
+    cells = "".join(
+        f"<div><dt>{escape(label)}</dt><dd>{escape(value)}</dd><p>{escape(note)}</p></div>"
+        for label, value, note in tiles
+    )
+    return f'<dl class="tiles">{cells}</dl>'
+
+
+def _key(plan: Plan) -> str:
+    used = {s.work.kind for _, spans in layer_pair(plan.timeline) for s in spans}
+    items = "".join(
+        f'<li style="--c:{color}">{escape(kind)}</li>'
+        for kind, color in COLORS.items()
+        if kind in used or kind not in (HOST, IDLE)
+    )
+    return f'<ul class="legend blocks">{items}</ul>'
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], chosen: int | None = None) -> str:
+    """A table of figures; cells are HTML."""
+    top = "".join(f"<th>{escape(name)}</th>" for name in head)
+    body = "".join(
+        f"<tr{' class=chosen' if i == chosen else ''}>"
+        + "".join(f"<td>{cell}</td>" for cell in row)
+        + "</tr>"
+        for i, row in enumerate(rows)
+    )
+    return (
+        f'<div class="wide"><table class="figures"><thead><tr>{top}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div>"
+    )
+
+
+def traffic_table(plan: Plan) -> str:
+    """Returns the table of collectives as HTML; nothing where there are none."""
+    rows = [
+        (
+            escape(row.role), escape(row.collective.replace("_", " ")), escape(row.phases),
+            f"{row.size}", f"{row.count:,.0f}", f"{row.bytes / 1e9:,.2f} GB",
+            f"{row.busy:.3f} s", f"{row.exposed:.3f} s",
+        )
+        for row in traffic(plan)
+    ]  # fmt: skip
+    head = ("role", "kind", "phases", "GPUs", "calls", "sent", "takes", "exposed")
+    return _table(head, rows) if rows else ""
+
+
+def ways_table(ways: Sequence[Way]) -> str:
+    """Returns the table of changes under which a plan fits; nothing where there are none."""
+    rows = [
+        (
+            f"<code>{escape(way.text)}</code>", f"{way.memory.total / GIB:.1f} GiB",
+            f"{way.seconds:.2f} s", f"{100 * (way.cost - 1):+.0f} %".replace("-", "−"),
+        )
+        for way in ways
+    ]  # fmt: skip
+    return _table(("change", "memory", "a step", "GPU time"), rows) if rows else ""
+
+
+def comparison(plans: Sequence[Plan]) -> str:
+    """Returns the table of several plans as HTML."""
+    best = best_of(plans)
+    rows = [
+        (
+            escape(plan.name), f"{plan.num_gpus:,} × {plan.cluster.name.upper()}",
+            escape(short(plan.config)), f"{plan.memory.total / GIB:.1f} GiB",
+            f'<span class="bad">over by {units.data_size(plan.over)}</span>'
+            if plan.over else "fits",
+            f"{plan.seconds:.2f} s", f"{plan.tokens_per_second:,.0f}",
+            f"{plan.flops / 1e12:,.0f}",
+        )
+        for plan in plans
+    ]  # fmt: skip
+    head = ("plan", "GPUs", "fold", "memory", "", "a step", "tokens/s a GPU", "TFLOP/s a GPU")
+    return _table(head, rows, None if best is None else list(plans).index(best))

@@ -1,0 +1,209 @@
+"""The best plans for a model on a cluster: every fold weighed, those that fit priced, ranked.
+
+Model, global batch, sequence length, budget and dispatcher stay as they are. What varies are the
+degrees of the fold, rows a microbatch, ZeRO stage and what is computed again; and, only where
+nothing fits otherwise, the format in which gradients are summed. Memory is the estimate's, time
+that of the analytic list of operations; the compiler then confirms the best few (`confirm`).
+"""
+
+import dataclasses
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from moejax.config import Config
+from moejax.model.stack import REMAT
+from moejax.plan import analytic, cost
+from moejax.plan.estimate import Memory, estimate, room
+from moejax.plan.hardware import Cluster
+from moejax.plan.plans import Plan, make_plan
+from moejax.plan.resting import check_divides
+from moejax.plan.settings import changed, differences
+
+MOST_ROWS = 64
+"""Rows of a microbatch on one GPU: more fill no kernel better."""
+LARGEST_TP, LARGEST_ETP = 8, 8
+NARROW_SUMS = {"precision.accum_dtype": "bfloat16"}
+"""Halves the sums of gradients, and rounds them: tried only where nothing else fits."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A fold that fits, with what it is predicted to need."""
+
+    config: Config
+    memory: Memory
+    seconds: float
+    """Of a step."""
+    tokens_per_second: float
+    """Of one GPU."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What a search found."""
+
+    base: Config
+    cluster: Cluster
+    num_gpus: int
+    ranked: tuple[Candidate, ...]
+    """Those that fit, the fastest first."""
+    smallest: tuple[Config, Memory] | None
+    """Of those that do not fit the one that needs least; None where all fit."""
+    counts: Counter[str]
+    """How many candidates there were, by what became of them."""
+
+
+def price(config: Config, cluster: Cluster, num_gpus: int) -> cost.Timeline:
+    """Returns the analytic Timeline of moejax's own step."""
+    setup = analytic.Setup.of(config, num_gpus)
+    return cost.simulate(analytic.events(setup, cluster), cluster)
+
+
+def analytic_plan(config: Config, cluster: Cluster, num_gpus: int) -> Plan:
+    """Returns the plan of a config, without a compile. Raises ValueError where it cannot run."""
+    fold = config.fold_over(num_gpus)
+    check_divides(config, fold)
+    setup = analytic.Setup.of(config, num_gpus)
+    events = analytic.events(setup, cluster)
+    return make_plan(config, cluster, num_gpus, estimate(config, fold), events)
+
+
+def candidates(base: Config, cluster: Cluster, num_gpus: int) -> Iterator[dict[str, Any]]:
+    """Yields the leaves of every fold and recompute setting to try, by dotted name."""
+    powers = [2**i for i in range(num_gpus.bit_length()) if num_gpus % 2**i == 0]
+    experts = [n for n in divisors(num_gpus) if base.model.moe.num_experts % n == 0]
+    has_experts = "M" in base.model.all_kinds()
+    inside = [n for n in powers if n <= cluster.domain]
+    for tp, etp in itertools.product(inside, inside):
+        if tp > LARGEST_TP or etp > LARGEST_ETP or (etp > 1 and not has_experts):
+            continue
+        dp = num_gpus // tp
+        for ep in experts if has_experts else [1]:
+            if num_gpus % (ep * etp) or base.train.batch_size % dp:
+                continue
+            fold = {
+                "parallel.dp": dp, "parallel.tp": tp, "parallel.ep": ep, "parallel.etp": etp,
+                "parallel.edp": 0,
+            }  # fmt: skip
+            for more in _further(base, base.train.batch_size // dp):
+                yield fold | more
+
+
+def _further(base: Config, rows: int) -> Iterator[dict[str, Any]]:
+    """Yields microbatches, ZeRO stages and recompute settings for so many rows on a GPU."""
+    latents = [False, True] if base.model.attention.kind == "mla" else [False]
+    for each in divisors(rows):
+        if each > MOST_ROWS:
+            continue
+        for zero, remat, up in itertools.product((0, 1, 3), REMAT, latents):
+            yield {
+                "train.microbatches": rows // each, "parallel.zero": zero, "model.remat": remat,
+            } | ({"model.attention.mla.recompute_up": up} if len(latents) > 1 else {})  # fmt: skip
+
+
+def divisors(n: int) -> list[int]:
+    """Returns the divisors of n, smallest first."""
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def weigh(config: Config, num_gpus: int) -> Memory:
+    """Returns the estimated memory. Raises ValueError where the fold or a shape does not fit."""
+    fold = config.fold_over(num_gpus)
+    check_divides(config, fold)
+    return estimate(config, fold)
+
+
+def search(
+    base: Config,
+    cluster: Cluster,
+    num_gpus: int,
+    progress: Callable[[str], None] = lambda line: None,
+) -> Found:
+    """Returns what there is for `base` on so many GPUs.
+
+    Where nothing fits, the sums of gradients are tried in bfloat16; where nothing fits then either,
+    `ranked` is empty and `smallest` says how near it came.
+    """
+    found = _search(base, cluster, num_gpus, progress)
+    if found.ranked:
+        return found
+    progress("nothing fits with gradients summed in " + base.precision.accum_dtype)
+    narrow = _search(changed(base, NARROW_SUMS), cluster, num_gpus, progress)
+    return dataclasses.replace(narrow, base=base)
+
+
+def _search(base: Config, cluster: Cluster, num_gpus: int, progress) -> Found:
+    counts: Counter[str] = Counter()
+    fitting: list[tuple[Config, Memory]] = []
+    smallest: tuple[Config, Memory] | None = None
+    for values in candidates(base, cluster, num_gpus):
+        try:
+            config = changed(base, values)
+            memory = weigh(config, num_gpus)
+        except ValueError:
+            counts["do not nest or divide"] += 1
+            continue
+        if memory.total <= room(cluster):
+            fitting.append((config, memory))
+        else:
+            counts["do not fit"] += 1
+            if smallest is None or memory.total < smallest[1].total:
+                smallest = (config, memory)
+    counts["fit"] = len(fitting)
+    progress(", ".join(f"{n:,} {what}" for what, n in counts.items()))
+    ranked = []
+    for config, memory in fitting:
+        seconds = price(config, cluster, num_gpus).seconds
+        tokens = config.train.batch_size * config.train.sequence_length / num_gpus
+        ranked.append(Candidate(config, memory, seconds, tokens / seconds))
+    # Of equal ones that which needs less memory.
+    ranked.sort(key=lambda c: (round(c.seconds, 4), c.memory.total))
+    return Found(base, cluster, num_gpus, tuple(ranked), smallest, counts)
+
+
+def distinct(ranked: tuple[Candidate, ...], count: int) -> list[Candidate]:
+    """Returns the best few of which no two have the same degrees and the same rows."""
+    seen: set[tuple] = set()
+    chosen: list[Candidate] = []
+    for candidate in ranked:
+        parallel, train = candidate.config.parallel, candidate.config.train
+        key = (parallel.tp, parallel.ep, parallel.etp, train.microbatches)
+        if key not in seen:
+            seen.add(key)
+            chosen.append(candidate)
+        if len(chosen) == count:
+            break
+    return chosen
+
+
+def confirm(
+    found: Found, count: int, compiled: Callable[[Config], Plan], progress: Callable[[str], None]
+) -> list[Plan]:
+    """Returns the compiler's plans of the best few distinct candidates, fastest first, those that
+    do not fit after all last. Goes on down the list until one fits, or 2 * count were tried."""
+    plans: list[Plan] = []
+    for candidate in distinct(found.ranked, 2 * count):
+        if len(plans) >= count and any(not plan.over for plan in plans):
+            break
+        progress(f"confirming {short(candidate.config)}")
+        plans.append(compiled(candidate.config))
+    return sorted(plans, key=lambda plan: (plan.over > 0, plan.seconds))
+
+
+def short(config: Config) -> str:
+    """Returns a fold in a few words: "tp2 ep32 dp128 zero3, 16 microbatches, remat full"."""
+    p = config.parallel
+    degrees = [f"{k}{n}" for k, n in (("tp", p.tp), ("ep", p.ep), ("etp", p.etp)) if n > 1]
+    more = [f"{config.train.microbatches} microbatches", f"remat {config.model.remat}"]
+    if config.model.attention.mla.recompute_up:
+        more.append("latents up again")
+    if config.precision.accum_dtype != "float32":
+        more.append(f"sums in {config.precision.accum_dtype}")
+    return f"{' '.join(degrees) or 'dp alone'} zero{p.zero}, {', '.join(more)}"
+
+
+def changes(candidate: Config, base: Config) -> str:
+    """Returns what of `base` is another in the candidate, name=value, for a table."""
+    return ", ".join(f"{k.split('.')[-1]}={v}" for k, v in differences(candidate, base).items())
