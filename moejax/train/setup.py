@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -117,16 +118,7 @@ class Run:
 
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the shapes of a batch, and how it lies on the mesh."""
-        train = self.config.train
-        shape = (train.microbatches, train.batch_size // train.microbatches, train.sequence_length)
-        sharding = NamedSharding(self.layout.mesh, batch_spec(self.layout))
-        rows = jax.ShapeDtypeStruct(shape, np.int32, sharding=sharding)
-        made = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), rows)
-        model = self.config.model
-        if model.moe.router.replay:
-            more = (model.all_kinds().count("M"), model.moe.top_k)
-            made["routing"] = jax.ShapeDtypeStruct((*shape, *more), np.int32, sharding=sharding)
-        return made
+        return abstract_batch(self.config, self.layout)
 
     def position(self) -> dict:
         """Returns what a checkpoint holds beside the state."""
@@ -135,6 +127,55 @@ class Run:
             "compute_dtype": self.precision.compute_dtype,
             "config": dataclasses.asdict(self.config),  # type: ignore[bad-argument-type]
         }
+
+
+@dataclasses.dataclass(frozen=True)
+class Steps:
+    """The programs of a run, and what they were made of; no array is made, nothing is compiled."""
+
+    optimizer: optax.GradientTransformation
+    layout: Layout
+    worst_case: Layout
+    """`layout` without a budget."""
+    train_step: jax.stages.Wrapped
+    again_step: jax.stages.Wrapped
+    """The step for a batch that overflowed its budget, over `worst_case`."""
+
+
+def make_steps(config: Sections, fold: Fold, mesh: Mesh, precision: PrecisionConfig) -> Steps:
+    """Returns the train steps of a run on a mesh, be its devices here or only described.
+
+    Raises ValueError when a dim does not divide over its degree.
+    """
+    steps, zero = config.train.steps, config.parallel.zero
+    model = nnx.eval_shape(lambda: Transformer(config.model, rngs=nnx.Rngs(0)))
+    mask = decay_mask(params.dims_of(model)[0])
+    optimizer = make_optimizer(config.optimizer, steps, mask)
+    layout, worst_case = (
+        plan_state(cfg, optimizer, fold, mesh, zero, precision)
+        for cfg in (config.model, config.model.worst_case())
+    )
+    step, again_step = (
+        make_train_step(
+            config.model, config.optimizer, optimizer, plan, precision, steps,
+            loss_mean=config.train.loss_mean, mtp_coeff=config.train.mtp_coeff, worst_case=again,
+        )
+        for plan, again in ((layout, False), (worst_case, True))
+    )
+    return Steps(optimizer, layout, worst_case, step, again_step)
+
+
+def abstract_batch(config: Sections, layout: Layout) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the shapes of a batch, and how it lies on the mesh."""
+    train, model = config.train, config.model
+    shape = (train.microbatches, train.batch_size // train.microbatches, train.sequence_length)
+    sharding = NamedSharding(layout.mesh, batch_spec(layout))
+    rows = jax.ShapeDtypeStruct(shape, np.int32, sharding=sharding)
+    made = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), rows)
+    if model.moe.router.replay:
+        more = (model.all_kinds().count("M"), model.moe.top_k)
+        made["routing"] = jax.ShapeDtypeStruct((*shape, *more), np.int32, sharding=sharding)
+    return made
 
 
 def cache_dir(config: Sections) -> Path:
@@ -194,30 +235,19 @@ def prepare(config: Sections) -> Run:
     checkpointer = Checkpointer(config.run_dir, config.checkpoint)
     saved = checkpointer.latest_extra()
     precision = resolve_precision(config.precision, saved.get("compute_dtype"))
-    steps, zero = config.train.steps, config.parallel.zero
-    model = nnx.eval_shape(lambda: Transformer(config.model, rngs=nnx.Rngs(0)))
-    mask = decay_mask(params.dims_of(model)[0])
-    optimizer = make_optimizer(config.optimizer, steps, mask)
-    layout = plan_state(config.model, optimizer, fold, mesh, zero, precision)
-    state, start = _first_state(config, optimizer, layout, precision, checkpointer)
+    steps = make_steps(config, fold, mesh, precision)
+    layout = steps.layout
+    state, start = _first_state(config, steps.optimizer, layout, precision, checkpointer)
     if saved:
         batches.restore(saved["data"])
-    worst_case = plan_state(config.model.worst_case(), optimizer, fold, mesh, zero, precision)
-    step, again_step = (
-        make_train_step(
-            config.model, config.optimizer, optimizer, plan, precision, steps,
-            loss_mean=config.train.loss_mean, mtp_coeff=config.train.mtp_coeff, worst_case=again,
-        )
-        for plan, again in ((layout, False), (worst_case, True))
-    )
     # Devices simulated on a CPU share its cores, so that one product takes them all.
     devices = jax.process_count() if jax.default_backend() == "cpu" else mesh.devices.size
     rate = devices * measure_dense_matmul(precision.dtype("compute"), seconds=0.5)
     run = Run(
-        config, precision, layout, worst_case, tokenizer, batches, evals, checkpointer, state,
-        start, part, step, again_step, make_eval_step(worst_case), rate,
+        config, precision, layout, steps.worst_case, tokenizer, batches, evals, checkpointer, state,
+        start, part, steps.train_step, steps.again_step, make_eval_step(steps.worst_case), rate,
     )  # fmt: skip
-    if start < steps:
+    if start < config.train.steps:
         run.replayed(start + 1)  # what is wrong with the files shows here
     return run
 
