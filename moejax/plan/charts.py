@@ -33,7 +33,7 @@ def waterfall(plan: Plan) -> str:
     """Returns the drawing of a plan's memory: a bar a kind, each begun where the last one ended."""
     memory, limit = plan.memory, float(plan.cluster.gpu.memory_bytes)
     rows = [*memory.kinds, ("in all", memory.total)]
-    high = max(limit, memory.total) * 1.02
+    high = max(limit * 1.06, memory.total * 1.02)
     box, line, top = WIDTH - LABEL - RIGHT, 26, 26
     height = top + line * len(rows) + 28
     at = lambda size: LABEL + size / high * box  # noqa: E731
@@ -59,7 +59,7 @@ def waterfall(plan: Plan) -> str:
         )
         parts.append(_text(at(start + size) + 8, y + 16, f"{size / GIB:.2f}", "value", "start"))
         begin += size
-    for size, name, anchor in ((plan.room, "usable", "end"), (limit, "the GPU's", "start")):
+    for size, name, anchor in ((plan.room, "usable", "end"), (limit, "GPU", "start")):
         x = at(size)
         parts.append(f'<path class="baseline" d="M{x:.1f} {top - 8}V{bottom}"/>')
         shown = f"{name} {size / GIB:.1f} GiB"
@@ -138,6 +138,50 @@ def _bar(span: Span, y: float, line: float, left: float, box: float, longest: fl
         f'width="{width - gap:.2f}" height="{line - 8}" rx="{min(2.0, width / 3):.1f}"{faint} '
         f'style="fill:{COLORS[work.kind]}"/>{shown}</g>'
     )
+
+
+def stacks(plans: Sequence[Plan], unit: str) -> str:
+    """Returns the drawing of several plans as stacked bars, one below the other: their memory by
+    kind ("GiB"), or where the time of 1,000 tokens on a GPU goes ("ms")."""
+    bars = [_stack(plan, unit) for plan in plans]
+    limits = [plan.room / GIB if unit == "GiB" else 0.0 for plan in plans]
+    left, line, top, box = 230, 30, 4, WIDTH - 230 - 90
+    most = max(*(sum(size for _, _, size in bar) for bar in bars), *limits) * 1.02
+    bottom = top + line * len(bars)
+    parts = [svg_open(WIDTH, bottom + 24, f"plans compared, {unit}")]
+    for tick in nice_ticks(0, most, 8):
+        x = left + tick / most * box
+        parts.append(f'<path class="grid" d="M{x:.1f} {top}V{bottom}"/>')
+        parts.append(_text(x, bottom + 16, f"{tick:g} {unit}", "tick", "middle"))
+    for i, (plan, bar, limit) in enumerate(zip(plans, bars, limits, strict=True)):
+        y, x = top + i * line, float(left)
+        parts.append(_text(left - 12, y + 19, plan.name, "name", "end"))
+        for name, color, size in bar:
+            width = size / most * box
+            parts.append(
+                f'<rect x="{x:.1f}" y="{y + 5}" width="{max(width - 0.8, 0.2):.1f}" '
+                f'height="{line - 11}" style="fill:{color}"><title>{escape(name)}: {size:.3g} '
+                f"{unit}</title></rect>"
+            )
+            x += width
+        parts.append(_text(x + 8, y + 19, f"{sum(s for *_, s in bar):.1f}", "value", "start"))
+        if limit:
+            at = left + limit / most * box
+            parts.append(f'<path class="baseline" d="M{at:.1f} {y + 1}v{line - 3}"/>')
+    return "".join([*parts, "</svg>"])
+
+
+def _stack(plan: Plan, unit: str) -> list[tuple[str, str, float]]:
+    """The pieces (name, colour, size) of a plan's bar."""
+    if unit == "GiB":
+        return [
+            (kind, f"var({MEMORY_COLORS[kind]})", size / GIB) for kind, size in plan.memory.kinds
+        ]
+    each = 1e6 / (plan.tokens / plan.num_gpus)
+    return [
+        (name, "var(--b)" if name.startswith("waiting") else COLORS[name], value * each)
+        for name, value in exposed(plan)
+    ]
 
 
 def breakdown(plan: Plan) -> str:

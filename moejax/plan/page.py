@@ -10,7 +10,7 @@ from pathlib import Path
 
 from moejax.core.mesh import fold_table
 from moejax.plan.advice import Way
-from moejax.plan.charts import COLORS, GIB, breakdown, lanes, layer_pair, waterfall
+from moejax.plan.charts import COLORS, GIB, breakdown, lanes, layer_pair, stacks, waterfall
 from moejax.plan.operations import HOST, IDLE
 from moejax.plan.plans import Plan, traffic
 from moejax.plan.search import short
@@ -33,8 +33,11 @@ ADDED_STYLE = """
   background: var(--c); vertical-align: -1px; }
 .bad { color: var(--b); }
 code { font: 12.5px/1.5 ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace; }
-.figures td:first-child, .figures th:first-child { text-align: left; }
+.figures td.words, .figures thead th.words { text-align: left; }
 .figures td { white-space: nowrap; }
+.plan { font-size: 26px; letter-spacing: -.015em; font-weight: 620; margin: 34px 0 2px; }
+.plan + p { color: var(--soft); margin-bottom: 4px; max-width: 62em; }
+.wide + .wide { margin-top: 18px; }
 .figures tr.chosen td { font-weight: 620; }
 """
 
@@ -44,8 +47,19 @@ def render(plans: Sequence[Plan], advice: Mapping[str, Sequence[Way]]) -> str:
     parts = [_header(plans)]
     if len(plans) > 1:
         parts.append(section("Side by side", "the fastest that fits is in bold", comparison(plans)))
+        parts += [
+            section(title, note, f'<div class="wide">{stacks(plans, unit)}</div>')
+            for title, note, unit in (
+                ("Memory of a GPU", "by kind, as below; the mark is what is usable", "GiB"),
+                ("Time for 1,000 tokens on a GPU", "orange: it waits", "ms"),
+            )
+        ]
     for plan in plans:
-        parts += _of_one(plan, advice.get(plan.name, ()), alone=len(plans) == 1)
+        if len(plans) > 1:
+            parts.append(
+                f'<div><h2 class="plan">{escape(plan.name)}</h2><p>{escape(verdict(plan))}</p></div>'
+            )
+        parts += _of_one(plan, advice.get(plan.name, ()))
     title = plans[0].name if len(plans) == 1 else f"{len(plans)} plans"
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -103,8 +117,7 @@ def best_of(plans: Sequence[Plan]) -> Plan | None:
     return max(fitting, key=lambda plan: plan.tokens_per_second, default=None)
 
 
-def _of_one(plan: Plan, ways: Sequence[Way], alone: bool) -> list[str]:
-    prefix = "" if alone else f"{plan.name}: "
+def _of_one(plan: Plan, ways: Sequence[Way]) -> list[str]:
     pair = layer_pair(plan.timeline)
     longest = max((max(s.end for s in spans) for _, spans in pair), default=1e-9)
     drawn = "".join(
@@ -116,25 +129,25 @@ def _of_one(plan: Plan, ways: Sequence[Way], alone: bool) -> list[str]:
     parts = [
         _tiles(plan),
         section(
-            f"{prefix}Memory of a GPU", f"at the peak ({plan.memory.moment}), {source}",
+            "Memory of a GPU", f"at the peak ({plan.memory.moment}), {source}",
             f'<div class="wide">{waterfall(plan)}</div>',
         ),
-        section(f"{prefix}Ways under it", "each alone; estimated", ways_table(ways)),
+        section("Ways under it", "each alone; estimated", ways_table(ways)),
         section(
-            f"{prefix}One layer in steady state", "forward and backward, to the same scale",
+            "One layer in steady state", "forward and backward, to the same scale",
             _key(plan) + drawn if drawn else "",
         ),
         section(
-            f"{prefix}Where a step goes",
+            "Where a step goes",
             "orange: the GPU waits",
             f'<div class="wide">{breakdown(plan)}</div>',
         ),
-        section(f"{prefix}Collectives", "of one GPU, in a step", traffic_table(plan)),
+        section("Collectives", "of one GPU, in a step", traffic_table(plan)),
     ]  # fmt: skip
     table = fold_table(plan.config.fold_over(plan.num_gpus))
-    parts.append(folded(f"{prefix}Devices", f"<pre>{escape(table)}</pre>"))
+    parts.append(folded("Devices", f"<pre>{escape(table)}</pre>"))
     if plan.facts:
-        parts.append(folded(f"{prefix}Facts", key_values(plan.facts)))
+        parts.append(folded("Facts", key_values(plan.facts)))
     return parts
 
 
@@ -172,12 +185,15 @@ def _key(plan: Plan) -> str:
     return f'<ul class="legend blocks">{items}</ul>'
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]], chosen: int | None = None) -> str:
-    """A table of figures; cells are HTML."""
-    top = "".join(f"<th>{escape(name)}</th>" for name in head)
+def _table(
+    head: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1, chosen: int | None = None
+) -> str:
+    """A table of figures, the first `words` columns of words; cells are HTML."""
+    kind = lambda at: ' class="words"' if at < words else ""  # noqa: E731
+    top = "".join(f"<th{kind(at)}>{escape(name)}</th>" for at, name in enumerate(head))
     body = "".join(
         f"<tr{' class=chosen' if i == chosen else ''}>"
-        + "".join(f"<td>{cell}</td>" for cell in row)
+        + "".join(f"<td{kind(at)}>{cell}</td>" for at, cell in enumerate(row))
         + "</tr>"
         for i, row in enumerate(rows)
     )
@@ -198,7 +214,7 @@ def traffic_table(plan: Plan) -> str:
         for row in traffic(plan)
     ]  # fmt: skip
     head = ("role", "kind", "phases", "GPUs", "calls", "sent", "takes", "exposed")
-    return _table(head, rows) if rows else ""
+    return _table(head, rows, 3) if rows else ""
 
 
 def ways_table(ways: Sequence[Way]) -> str:
@@ -228,4 +244,4 @@ def comparison(plans: Sequence[Plan]) -> str:
         for plan in plans
     ]  # fmt: skip
     head = ("plan", "GPUs", "fold", "memory", "", "a step", "tokens/s a GPU", "TFLOP/s a GPU")
-    return _table(head, rows, None if best is None else list(plans).index(best))
+    return _table(head, rows, 3, None if best is None else list(plans).index(best))
