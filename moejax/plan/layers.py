@@ -1,0 +1,148 @@
+"""The layers of an analytic plan: dense MLP or experts behind attention, forward and backward."""
+
+import dataclasses
+from typing import NamedTuple
+
+from moejax.model.config import ModelConfig
+from moejax.plan.attend import TINY, attend, norm
+from moejax.plan.hardware import Cluster
+from moejax.plan.operations import MEMORY, Group, Loop, Run, Work
+from moejax.plan.pieces import Made, Piece
+from moejax.plan.setup import Setup
+
+
+class Layer(NamedTuple):
+    """A layer's pieces, cut where its tokens travel to the experts and back."""
+
+    before: tuple[Piece, ...]
+    there: tuple[Piece, ...] = ()
+    inside: tuple[Piece, ...] = ()
+    back: tuple[Piece, ...] = ()
+    after: tuple[Piece, ...] = ()
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """All of them, in order."""
+        return sum(self, ())
+
+
+def make_layer(setup: Setup, cluster: Cluster, kind: str) -> Layer:
+    """Returns a layer of that kind: "M", "D", or in lower case with attention's window."""
+    made, model = Made(setup, cluster), setup.model
+    attend(made, model, model.attention.window if kind.islower() else 0)
+    norm(made, setup.here * model.dim)
+    if kind.upper() == "D":
+        _mlp(made, model, "mlp", model.ffn_dim, "mlp")
+        made.memory("norm", 6 * setup.here * model.dim, 0)
+        return Layer(made.take())
+    _route(made, model)
+    if model.moe.shared_ffn_dim:
+        _mlp(made, model, "shared", model.moe.shared_ffn_dim, "shared", "moe")
+    return _experts(made, model)
+
+
+def _mlp(made: Made, model: ModelConfig, name: str, width: float, *tags: str) -> None:
+    """Adds a dense gated MLP."""
+    setup, D = made.setup, model.dim
+    T, wide = setup.tokens, setup.tokens * width / setup.tp
+    made.collective(name, "all_gather", "tp", "tp", 2 * T * D, *tags)
+    made.product(name, T, 2 * width / setup.tp, D, *tags)
+    made.memory(name, 6 * wide, 10 * wide, *tags)
+    made.product(name, T, D, width / setup.tp, *tags, again=not made.ours)
+    made.collective(name, "reduce_scatter", "tp", "tp", 2 * T * D, *tags, again=not made.ours)
+
+
+def _route(made: Made, model: ModelConfig) -> None:
+    """Adds the router: logits, scores and selection, in float32."""
+    t, E = made.setup.here, model.moe.num_experts
+    made.product("route", t, E, model.dim, "moe", dtype="bfloat16")
+    made.memory("route", (16 if made.ours else 8) * t * E, 12 * t * E, "moe")
+    if made.ours:  # balance losses
+        made.memory("losses", 12 * t * E, 4 * t * E)
+
+
+def _experts(made: Made, model: ModelConfig) -> Layer:
+    """Returns the layer: what was added before, then dispatch, experts and combine."""
+    setup, moe = made.setup, model.moe
+    t, K, width = setup.here, moe.top_k, moe.latent_dim or model.dim
+    slots = t * K  # that a GPU sends, and, balanced, receives
+    if moe.latent_dim:
+        made.product("dispatch", t, width, model.dim, "moe")
+    if made.ours:
+        _sort(made, model, slots)
+    elif setup.dispatcher != "fused":
+        made.memory("dispatch", 4 * slots * width, 4 * slots * width, "moe")
+    before = made.take()
+    _travel(made, "dispatch", width, "moe")
+    there = made.take()
+    rows, groups = slots * setup.etp, moe.num_experts / setup.ep
+    made.collective("dispatch", "all_gather", "etp", "etp", 2 * rows * width, "moe")
+    made.memory("dispatch", 4 * rows * width, 4 * rows * width, "moe")  # by local expert
+    each, ffn = rows / groups, moe.ffn_dim / setup.etp
+    made.grouped("experts", groups, each, 2 * ffn, width, "moe")
+    made.memory("experts", 6 * rows * ffn, 10 * rows * ffn, "moe_act", "moe")
+    lazy = not made.ours  # outputs of experts are not needed again, and torch computes them
+    made.grouped("experts", groups, each, width, ffn, "moe", again=lazy)
+    made.memory("combine", 4 * rows * width, 4 * rows * width, "moe", again=lazy)
+    made.collective("combine", "reduce_scatter", "etp", "etp", 2 * rows * width, "moe", again=lazy)
+    inside = made.take()
+    _travel(made, "combine", width, "moe", again=lazy)
+    back = made.take()
+    if setup.dispatcher != "fused":
+        size = 2 * (slots + t) * width
+        made.memory("combine", size, size, "moe", again=lazy)
+    if moe.latent_dim:
+        made.product("combine", t, model.dim, width, "moe", again=lazy)
+    made.memory("norm", 6 * t * model.dim, 0)
+    return Layer(before, there, inside, back, made.take())
+
+
+def _sort(made: Made, model: ModelConfig, slots: float) -> None:
+    """Adds what brings slots into the order of their experts, on both sides: two sorts, three
+    searches that halve what is left (four kernels a step), and the rows' copies."""
+    moe = model.moe
+    width, budget = moe.latent_dim or model.dim, moe.budget or 1.0
+    found = max(int(slots), 2).bit_length()
+    steps = 2 * found + moe.num_experts.bit_length()
+    search = Loop("search", steps, (Run(Work("dispatch", MEMORY, bytes=TINY)),) * 4)
+    small = [Work("dispatch", MEMORY, bytes=16 * slots) for _ in range(12)]
+    room = Work("dispatch", MEMORY, bytes=2 * budget * slots * width)  # zeros where rows arrive
+    copies = Work("dispatch", MEMORY, bytes=4 * slots * width)
+    back = dataclasses.replace(room, name="combine")
+    made.add([search, *small, copies, room], [copies, back], "moe")
+    made.memory("combine", 2 * slots * width, 2 * slots * width, "moe", again=False)
+
+
+def _travel(made: Made, name: str, width: float, *tags: str, again=True) -> None:
+    """Adds one exchange of tokens with the group of experts."""
+    setup, moe = made.setup, made.setup.model.moe
+    group = setup.group("ep", made.cluster)
+    role = f"ep {name}"
+    if group.size == 1:
+        return
+    token = 2 * width * setup.here
+    if setup.dispatcher == "all_gather":
+        whole = token * group.size
+        kind = "all_gather" if name == "dispatch" else "reduce_scatter"
+        made.collective(name, kind, role, "ep", whole, *tags, again=again)
+    elif setup.dispatcher == "fused":
+        wire, seen = _fused(moe, token, group)
+        made.exchange(name, "fused_all_to_all", role, wire, seen, *tags, again=again)
+    else:
+        kind = "ragged_all_to_all" if setup.dispatcher == "ragged" else "all_to_all"
+        wire = token * moe.top_k * (group.size - 1) / group.size
+        made.exchange(name, kind, role, wire, group, *tags, again=again)
+
+
+def _fused(moe, token: float, group: Group) -> tuple[float, Group]:
+    """Returns (bytes sent, to whom) where a token goes once to each GPU that wants it or, across
+    domains, once to each domain: a copy's way on inside the domain is the shorter one.
+
+    Of n places that K experts are drawn from, n (1 - (1 - 1/n)^K) are hit.
+    """
+    domains = group.size // group.local
+    places = group.size if domains == 1 else domains
+    limits, many = moe.router.num_groups, moe.router.topk_groups
+    among = places * many / limits if limits > 1 and places >= limits else places
+    hit = among * (1 - (1 - 1 / among) ** moe.top_k) if among > 1 else 1.0
+    return token * hit * (places - 1) / places, Group(places, places if domains == 1 else 1)
