@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from moejax.config import Config
+from moejax.config import Config, leaves
 from moejax.plan import search
 from moejax.plan.estimate import Memory, estimate, room
 from moejax.plan.hardware import CLUSTERS, Cluster
@@ -85,19 +85,25 @@ def _singles(
 ) -> Iterator[tuple[str, dict[str, Any], Cluster, int]]:
     """Yields (text, leaves, cluster, GPUs) of every single change."""
     for values in _settings(config, num_gpus):
-        name, value = next(iter(values.items()))
-        shown = str(value).lower() if isinstance(value, bool) else value
-        yield f"--config.{name}={shown}", values, cluster, num_gpus
+        yield _typed(config, values), values, cluster, num_gpus
     for times in (2, 4, 8):
-        more = num_gpus * times
-        yield f"--gpus={cluster.name}x{more}", _on_more(config, times), cluster, more
+        more, values = num_gpus * times, _on_more(config, times)
+        text = f"--gpus={cluster.name}x{more} {_typed(config, values)}"
+        yield text.strip(), values, cluster, more
     for name in LARGER:
         if CLUSTERS[name].gpu.memory_bytes > cluster.gpu.memory_bytes:
             yield f"--gpus={name}x{num_gpus}", {}, CLUSTERS[name], num_gpus
 
 
+def _typed(config: Config, values: dict[str, Any]) -> str:
+    """The options that a user would type for those leaves; those that change nothing left out."""
+    before = {name: value for name, value, _ in leaves(config)}
+    shown = {k: str(v).lower() if isinstance(v, bool) else v for k, v in values.items()}
+    return " ".join(f"--config.{k}={v}" for k, v in shown.items() if values[k] != before[k])
+
+
 def _settings(config: Config, num_gpus: int) -> Iterator[dict[str, Any]]:
-    """Yields the leaves of each change that keeps the cluster; what is to be typed comes first."""
+    """Yields the leaves of each change that keeps the cluster."""
     parallel, model, train = config.parallel, config.model, config.train
     if model.remat != "full":
         yield {"model.remat": "full"}
@@ -113,7 +119,7 @@ def _settings(config: Config, num_gpus: int) -> Iterator[dict[str, Any]]:
             yield {"parallel.ep": ep, "parallel.edp": 0}
     for tp in (2, 4, 8):
         if tp > parallel.tp and num_gpus % tp == 0:
-            yield {"parallel.tp": tp, "parallel.dp": 0 if not parallel.dp else num_gpus // tp}
+            yield {"parallel.tp": tp, "parallel.dp": parallel.dp and num_gpus // tp}
     if model.moe.budget > 1.25:
         yield {"model.moe.budget": 1.25}
     if config.precision.accum_dtype == "float32":

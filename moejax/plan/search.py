@@ -1,15 +1,15 @@
 """The best plans for a model on a cluster: every fold weighed, those that fit priced, ranked.
 
 Model, global batch, sequence length, budget and dispatcher stay as they are. What varies are the
-degrees of the fold, rows a microbatch, ZeRO stage and what is computed again; and, only where
-nothing fits otherwise, the format in which gradients are summed. Memory is the estimate's, time
-that of the analytic list of operations; the compiler then confirms the best few (`confirm`).
+degrees of the fold, rows a microbatch, ZeRO stage and what is computed again; and, where that buys
+much (`WORTH`), the format in which gradients are summed. Memory is the estimate's, time that of the
+analytic list of operations; the compiler then confirms the best few (`confirm`).
 """
 
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from moejax.config import Config
@@ -19,13 +19,15 @@ from moejax.plan.estimate import Memory, estimate, room
 from moejax.plan.hardware import Cluster
 from moejax.plan.plans import Plan, make_plan
 from moejax.plan.resting import check_divides
-from moejax.plan.settings import changed, differences
+from moejax.plan.settings import changed
 
 MOST_ROWS = 64
 """Rows of a microbatch on one GPU: more fill no kernel better."""
 LARGEST_TP, LARGEST_ETP = 8, 8
 NARROW_SUMS = {"precision.accum_dtype": "bfloat16"}
-"""Halves the sums of gradients, and rounds them: tried only where nothing else fits."""
+"""Halves the sums of gradients over microbatches, and rounds them."""
+WORTH = 1.25
+"""By how much faster that has to make the best plan, to be listed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,15 +125,18 @@ def search(
 ) -> Found:
     """Returns what there is for `base` on so many GPUs.
 
-    Where nothing fits, the sums of gradients are tried in bfloat16; where nothing fits then either,
-    `ranked` is empty and `smallest` says how near it came.
+    Where nothing fits, `ranked` is empty and `smallest` says how near it came.
     """
     found = _search(base, cluster, num_gpus, progress)
-    if found.ranked:
+    if base.precision.accum_dtype != "float32":
         return found
-    progress("nothing fits with gradients summed in " + base.precision.accum_dtype)
+    progress("with gradients summed in bfloat16:")
     narrow = _search(changed(base, NARROW_SUMS), cluster, num_gpus, progress)
-    return dataclasses.replace(narrow, base=base)
+    fastest = found.ranked[0].tokens_per_second if found.ranked else 0.0
+    worth = [one for one in narrow.ranked if one.tokens_per_second > WORTH * fastest]
+    ranked = _in_order([*found.ranked, *worth])
+    smallest = found.smallest if ranked else narrow.smallest
+    return dataclasses.replace(found, ranked=ranked, smallest=smallest)
 
 
 def _search(base: Config, cluster: Cluster, num_gpus: int, progress) -> Found:
@@ -153,14 +158,19 @@ def _search(base: Config, cluster: Cluster, num_gpus: int, progress) -> Found:
                 smallest = (config, memory)
     counts["fit"] = len(fitting)
     progress(", ".join(f"{n:,} {what}" for what, n in counts.items()))
-    ranked = []
-    for config, memory in fitting:
-        seconds = price(config, cluster, num_gpus).seconds
-        tokens = config.train.batch_size * config.train.sequence_length / num_gpus
-        ranked.append(Candidate(config, memory, seconds, tokens / seconds))
-    # Of equal ones that which needs less memory.
-    ranked.sort(key=lambda c: (round(c.seconds, 4), c.memory.total))
-    return Found(base, cluster, num_gpus, tuple(ranked), smallest, counts)
+    ranked = _in_order(_priced(*one, cluster, num_gpus) for one in fitting)
+    return Found(base, cluster, num_gpus, ranked, smallest, counts)
+
+
+def _priced(config: Config, memory: Memory, cluster: Cluster, num_gpus: int) -> Candidate:
+    seconds = price(config, cluster, num_gpus).seconds
+    tokens = config.train.batch_size * config.train.sequence_length / num_gpus
+    return Candidate(config, memory, seconds, tokens / seconds)
+
+
+def _in_order(ranked: Iterable[Candidate]) -> tuple[Candidate, ...]:
+    """The fastest first; of equal ones that which needs less memory."""
+    return tuple(sorted(ranked, key=lambda c: (round(c.seconds, 4), c.memory.total)))
 
 
 def distinct(ranked: tuple[Candidate, ...], count: int) -> list[Candidate]:
@@ -169,7 +179,8 @@ def distinct(ranked: tuple[Candidate, ...], count: int) -> list[Candidate]:
     chosen: list[Candidate] = []
     for candidate in ranked:
         parallel, train = candidate.config.parallel, candidate.config.train
-        key = (parallel.tp, parallel.ep, parallel.etp, train.microbatches)
+        sums = candidate.config.precision.accum_dtype
+        key = (parallel.tp, parallel.ep, parallel.etp, train.microbatches, sums)
         if key not in seen:
             seen.add(key)
             chosen.append(candidate)
@@ -182,13 +193,22 @@ def confirm(
     found: Found, count: int, compiled: Callable[[Config], Plan], progress: Callable[[str], None]
 ) -> list[Plan]:
     """Returns the compiler's plans of the best few distinct candidates, fastest first, those that
-    do not fit after all last. Goes on down the list until one fits, or 2 * count were tried."""
+    do not fit after all last.
+
+    Goes on down the list until one of `count` or more fits, or 3 * count were compiled. What a
+    compile needs more than was estimated is taken to be so for the rest as well.
+    """
     plans: list[Plan] = []
-    for candidate in distinct(found.ranked, 2 * count):
-        if len(plans) >= count and any(not plan.over for plan in plans):
+    factor = 1.0
+    for candidate in distinct(found.ranked, len(found.ranked)):
+        fits = any(not plan.over for plan in plans)
+        if len(plans) >= 3 * count or (len(plans) >= count and fits):
             break
+        if candidate.memory.total * factor > room(found.cluster):
+            continue
         progress(f"confirming {short(candidate.config)}")
-        plans.append(compiled(candidate.config))
+        plans.append(plan := compiled(candidate.config))
+        factor = max(factor, plan.memory.total / candidate.memory.total)
     return sorted(plans, key=lambda plan: (plan.over > 0, plan.seconds))
 
 
@@ -203,7 +223,3 @@ def short(config: Config) -> str:
         more.append(f"sums in {config.precision.accum_dtype}")
     return f"{' '.join(degrees) or 'dp alone'} zero{p.zero}, {', '.join(more)}"
 
-
-def changes(candidate: Config, base: Config) -> str:
-    """Returns what of `base` is another in the candidate, name=value, for a table."""
-    return ", ".join(f"{k.split('.')[-1]}={v}" for k, v in differences(candidate, base).items())
