@@ -1,0 +1,210 @@
+"""Reads a compiled step as the events of `operations`: what one GPU does, in the order that XLA
+scheduled, loops with their trip counts, collectives that run beside it as starts and dones.
+
+    program = read(compiled.text, cluster, rows=balanced_rows(config, num_gpus))
+    for row in collectives(program): ...
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterator
+
+from moejax.config import Config
+from moejax.plan import hlo
+from moejax.plan.hardware import Cluster
+from moejax.plan.operations import COLLECTIVE, Done, Event, Group, Loop, Run, Start, Work
+from moejax.plan.work import Reader, kernel_of, stop_of
+
+SKIPPED = {
+    *("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "partition-id"),
+    *("replica-id", "after-all", "opt-barrier", "iota", "add-dependency"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A step on one GPU."""
+
+    events: tuple[Event, ...]
+    kernels: dict[str, float]
+    """Our kernels by name: calls a step."""
+    notes: tuple[str, ...]
+    """What the program leaves open, and how it was taken."""
+
+
+def balanced_rows(config: Config, num_gpus: int) -> float:
+    """Returns the rows that the experts of a device get of a microbatch where all get the same."""
+    train, experts = config.train, config.model.moe
+    tokens = train.batch_size // train.microbatches * train.sequence_length
+    etp = config.fold_over(num_gpus).degree("etp")
+    return tokens * experts.top_k * etp / num_gpus
+
+
+def read(
+    text: str, cluster: Cluster, *, rows: float = float("inf"), window: int = 0
+) -> Program:
+    """Returns the events of a scheduled program.
+
+    `rows`: what a device's experts get of a microbatch (`balanced_rows`); their buffers have room
+    for more. `window`: keys that a token of a layer with a window sees. Raises ValueError for a
+    text that is no program.
+    """
+    module = hlo.parse(text)
+    walk = _Walk(module, Reader(module, cluster.domain, rows), window)
+    events = walk.events(module.entry, 1)
+    notes = [f"experts' rows: {rows:,.0f} a device and microbatch, an even load"] * (rows < 1e18)
+    return Program(events, walk.kernels, (*notes, *dict.fromkeys(walk.notes)))
+
+
+@dataclasses.dataclass
+class _Walk:
+    module: hlo.Module
+    reader: Reader
+    window: int
+    kernels: dict[str, float] = dataclasses.field(default_factory=dict)
+    notes: list[str] = dataclasses.field(default_factory=list)
+
+    def events(self, computation: str, times: float, outer: float = 1) -> tuple[Event, ...]:
+        """The events of a computation that runs `times` a step, in a loop of `outer` trips."""
+        found: list[Event] = []
+        for one in self.module.computations[computation]:
+            if one.opcode in SKIPPED:
+                continue
+            if one.opcode == "while":
+                trips = self.trips(one, outer)
+                body = self.events(one.calls, times * trips, trips)
+                path = self.reader.path(one)
+                found.append(Loop(stop_of(path) or one.name, trips, body))
+            elif one.opcode == "call":
+                found += self.events(one.calls, times, outer)
+            elif one.opcode == "conditional":
+                found += self.branch(one, times)
+            elif one.opcode.endswith("-done"):
+                found.append(Done(one.operands[0]))
+            elif work := self.reader.work(one):
+                self.count(one, times)
+                beside = one.opcode.endswith("-start")
+                found.append(Start(work, one.name) if beside else Run(work))
+            elif one.opcode.endswith("-start"):
+                found.append(Start(Work(one.name, "memory"), one.name))
+        return tuple(found)
+
+    def count(self, instruction: hlo.Instruction, times: float) -> None:
+        """Counts kernels of ours."""
+        inside = self.module.reached(instruction.calls) if instruction.calls else ()
+        for one in (instruction, *inside):
+            if one.opcode == "custom-call" and "mosaic" in one.attributes:
+                name = kernel_of(one.op_name)
+                self.kernels[name] = self.kernels.get(name, 0) + times
+
+    def branch(self, one: hlo.Instruction, times: float) -> tuple[Event, ...]:
+        """The longest branch of a conditional."""
+        names = re.findall(r"%([\w.-]+)", one.attribute(r"branch_computations=\{([^}]*)\}"))
+        names += re.findall(r"(?:true|false)_computation=%([\w.-]+)", one.attributes)
+        self.notes.append(f"{one.name} has branches: the longest is taken")
+        return max((self.events(name, times) for name in names), key=len, default=())
+
+    def trips(self, loop: hlo.Instruction, outer: float) -> float:
+        """Trips of a loop, on average: known, or those of attention over the keys that it sees."""
+        known = loop.attribute(r'known_trip_count":\{"n":"(\d+)"')
+        if known:
+            return float(known)
+        cut = [
+            (self.module.by_name[one.operands[0]].shapes[0].dims, one.shapes[0].dims)
+            for one in self.module.reached(loop.calls)
+            if one.opcode == "dynamic-slice"
+        ]
+        cuts = [
+            (full, piece)
+            for dims, part in cut
+            for full, piece in zip(dims, part, strict=True)
+            if piece != full and piece > 1
+        ]
+        if stop_of(self.reader.path(loop)) != "attend" or not cuts or outer <= 1:
+            self.notes.append(f"{loop.name} has no known trip count: counted once")
+            return 1.0
+        length, keys = max(cuts)
+        windowed = self.window if self.starts_late(loop) else 0
+        return seen_blocks(length, int(length // outer), keys, windowed)
+
+    def starts_late(self, loop: hlo.Instruction) -> bool:
+        """Whether a loop's counter starts elsewhere than at 0: with a window, keys are skipped."""
+        made = self.module.by_name[loop.operands[0]]
+        first = self.module.by_name[made.operands[0]]
+        while first.opcode in ("copy", "bitcast") and first.operands:
+            first = self.module.by_name[first.operands[0]]
+        return not (first.opcode == "constant" and first.inside == "0")
+
+
+def seen_blocks(length: int, rows: int, keys: int, window: int) -> float:
+    """Returns the blocks of `keys` keys that a block of `rows` queries sees, on average, under a
+    causal mask; those of a window further back than that are skipped.
+
+    >>> seen_blocks(4096, 128, 512, 0), seen_blocks(4096, 128, 512, 128)
+    (4.5, 1.21875)
+    """
+    total, blocks = 0, length // rows
+    for block in range(blocks):
+        first = max(block * rows - window + 1, 0) // keys if window else 0
+        total += -(-(block + 1) * rows // keys) - first
+    return total / blocks
+
+
+def flat(events: tuple[Event, ...], times: float = 1) -> Iterator[tuple[Work, float, bool]]:
+    """Yields (work, how often a step, whether beside the compute stream) of all events."""
+    for event in events:
+        if isinstance(event, Loop):
+            yield from flat(event.body, times * event.times)
+        elif not isinstance(event, Done):
+            yield event.work, times, isinstance(event, Start)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """Collectives of a step that are alike."""
+
+    role: str
+    collective: str
+    phase: str
+    group: Group
+    beside: bool
+    """Whether it runs beside the compute stream; else the GPU waits for it."""
+    count: float
+    """How many a step."""
+    wire: float
+    """Bytes that a GPU sends in all of them."""
+    inside: tuple[str, ...]
+    """What runs between start and done: kind and name, the most FLOPs and bytes first."""
+
+
+def collectives(program: Program) -> list[Row]:
+    """Returns the collectives of a step, the most bytes first."""
+    found: dict[tuple, list] = {}
+    for work, times, beside, inside in _spans(program.events, 1):
+        key = (work.role, work.collective, work.phase, work.group, beside)
+        kept = found.setdefault(key, [0.0, 0.0, {}])
+        kept[0] += times
+        kept[1] += times * work.wire
+        for one in inside:
+            name = f"{one.kind} {one.name}"
+            kept[2][name] = kept[2].get(name, 0.0) + times * (one.bytes + one.flops / 300)
+    rows = [
+        Row(*key, count, wire, tuple(sorted(inside, key=lambda name: -inside[name])))
+        for key, (count, wire, inside) in found.items()
+    ]
+    return sorted(rows, key=lambda row: -row.wire)
+
+
+def _spans(
+    events: tuple[Event, ...], times: float
+) -> Iterator[tuple[Work, float, bool, list[Work]]]:
+    """Yields (collective, how often, whether beside, the work inside its span)."""
+    done = {event.key: at for at, event in enumerate(events) if isinstance(event, Done)}
+    for at, event in enumerate(events):
+        if isinstance(event, Loop):
+            yield from _spans(event.body, times * event.times)
+        elif isinstance(event, Run | Start) and event.work.kind == COLLECTIVE:
+            beside = isinstance(event, Start)
+            span = events[at + 1 : done.get(event.key, at)] if isinstance(event, Start) else ()
+            inside = [work for work, _, other in flat(tuple(span)) if not other]
+            yield event.work, times, beside, inside
