@@ -39,10 +39,13 @@ SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "fp4": 0.5625}
 # 12.8) has 590, 990, 1025, 1304 and 1358 TFLOPS at k = 512, 1536, 2048, 7168 and 16384, which 0.71
 # and 700 give within 6 %. Its BF16 steps take twice as long, so half of it is lost; 0.75 gives the
 # 716 TFLOPS of cuBLAS at 8192 cubed ("Outperforming cuBLAS on H100: a Worklog", 2024).
-# Blackwell, BF16: cuBLAS reaches 1,610 ("Matmul (Blackwell)", the Tilus tutorial) to 1,763 TFLOPS
-# ("Matrix Multiplication on Nvidia's Blackwell", Modular, 2025) at 8192 cubed on a B200 whose peak
-# is 2,250: 0.79 and 350 give 1,700. FP8 and FP4: as Hopper's FP8.
-SUSTAINED = {9: {"bfloat16": 0.75, "fp8": 0.71}, 10: {"bfloat16": 0.79, "fp8": 0.71, "fp4": 0.71}}
+# Blackwell's tensor cores lose no more, at the clock that power leaves them: cuBLAS on a B200 keeps
+# them 96.6 % busy at 8192 cubed, and reaches 1,610 TFLOPS ("Matmul (Blackwell)", the Tilus tutorial;
+# Modular measures 1,763). FP8 and FP4 as Hopper's FP8: the time lost to a tile is the same.
+SUSTAINED = {9: {"bfloat16": 0.75, "fp8": 0.71}, 10: {"bfloat16": 1.0, "fp8": 1.0, "fp4": 1.0}}
+PER_WATT = {9: float("inf"), 10: 1610e12 / 0.966 / 1000}
+"""BF16 FLOP/s that a watt buys: what those cores could do on a B200 (1,000 W), which bounds the
+clock. Hopper's bound is in its rates above, all measured at 700 W."""
 LOST = {"float32": 350.0, "bfloat16": 350.0, "float16": 350.0, "fp8": 700.0, "fp4": 1400.0}
 TILES = ((128, 256), (256, 128), (128, 128), (64, 256), (64, 128))
 """Output tiles among which libraries choose (CUTLASS's and DeepGEMM's for Hopper)."""
@@ -115,6 +118,12 @@ def seconds(work: Work, cluster: Cluster) -> float:
     return LAUNCH + (_product(work, cluster) ** 3 + moved**3) ** (1 / 3)
 
 
+def clock(cluster: Cluster) -> float:
+    """Returns the share of the peak's clock that the power limit leaves to busy tensor cores."""
+    bound = PER_WATT[generation(cluster)] * cluster.watts
+    return min(1.0, bound / cluster.peak("bfloat16"))
+
+
 def memory(size: float, cluster: Cluster) -> float:
     """Returns the seconds of reading and writing so many bytes of device memory."""
     rate = cluster.gpu.memory_bytes_per_s * HBM[generation(cluster)]
@@ -134,7 +143,8 @@ def _product(work: Work, cluster: Cluster) -> float:
     major, cores = generation(cluster), cluster.gpu.cores
     m, n, k = (max(size, 1.0) for size in work.mnk)
     kind = "bfloat16" if work.dtype in ("float32", "float16") else work.dtype
-    rate = cluster.peak(work.dtype) * SUSTAINED[major][kind] * k / (k + LOST[work.dtype])
+    rate = cluster.peak(work.dtype) * clock(cluster) * SUSTAINED[major][kind]
+    rate *= k / (k + LOST[work.dtype])
     executed = min(
         ceil(_tiles(work, m, n, tile) / cores) * cores * tile[0] * tile[1] for tile in TILES
     )

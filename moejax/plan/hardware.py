@@ -33,6 +33,8 @@ class Cluster:
     """Bandwidth to the host's memory. PCIe 5 x16, or a GPU's share of NVLink-C2C."""
     host_memory: float
     """A GPU's share of the host's memory."""
+    watts: float
+    """Power limit of one GPU."""
     nvlink_latency: float = 8 * MICRO
     """A collective's fixed cost inside a domain, launch included: NCCL's small-message figures."""
     network_latency: float = 20 * MICRO
@@ -73,16 +75,17 @@ _GB300 = _peaks(2500 * T, 5000 * T, 15000 * T)  # NVL72: 1,080 PFLOPS of dense F
 _PCIE5, _C2C = 64 * G, 225 * G  # C2C: 900 GB/s both ways together, of a Grace and its two GPUs
 
 # DGX H100 and H200 have 2 TB of memory for 8 GPUs, DGX B200 and B300 up to 4 TB, a Grace 480 GB
-# for 2. Of an NVL72 domain jobs use 64 GPUs, so that powers of two fit.
+# for 2. Of an NVL72 domain jobs use 64 GPUs, so that powers of two fit. Power: data sheets; B300 of
+# an HGX board.
 CLUSTERS = {
     cluster.name: cluster
     for cluster in (
-        Cluster("h100", GPUS["h100"], _HOPPER, 8, 450 * G, 50 * G, _PCIE5, 256 * G),
-        Cluster("h200", GPUS["h200"], _HOPPER, 8, 450 * G, 50 * G, _PCIE5, 256 * G),
-        Cluster("b200", GPUS["b200"], _B200, 8, 900 * G, 50 * G, _PCIE5, 512 * G),
-        Cluster("b300", GPUS["b300"], _B300, 8, 900 * G, 100 * G, _PCIE5, 512 * G),
-        Cluster("gb200", GPUS["gb200"], _GB200, 64, 900 * G, 50 * G, _C2C, 240 * G),
-        Cluster("gb300", GPUS["gb300"], _GB300, 64, 900 * G, 100 * G, _C2C, 240 * G),
+        Cluster("h100", GPUS["h100"], _HOPPER, 8, 450 * G, 50 * G, _PCIE5, 256 * G, 700),
+        Cluster("h200", GPUS["h200"], _HOPPER, 8, 450 * G, 50 * G, _PCIE5, 256 * G, 700),
+        Cluster("b200", GPUS["b200"], _B200, 8, 900 * G, 50 * G, _PCIE5, 512 * G, 1000),
+        Cluster("b300", GPUS["b300"], _B300, 8, 900 * G, 100 * G, _PCIE5, 512 * G, 1100),
+        Cluster("gb200", GPUS["gb200"], _GB200, 64, 900 * G, 50 * G, _C2C, 240 * G, 1200),
+        Cluster("gb300", GPUS["gb300"], _GB300, 64, 900 * G, 100 * G, _C2C, 240 * G, 1400),
     )
 }
 

@@ -173,9 +173,8 @@ def _instruction(line: str) -> Instruction | None:
     end = line.find(")", opcode.end())
     inside = line[opcode.end() : end]
     attributes = line[end + 1 :]
-    if opcode[1] == "custom-call" and "backend_config={" in attributes:
-        if "mosaic" in attributes[:200]:  # a kernel's code, megabytes in all
-            attributes = attributes[: attributes.index("backend_config={")]
+    if opcode[1] == "custom-call" and "mosaic" in attributes[:200]:
+        attributes = attributes.partition("backend_config={")[0]  # a kernel's code, megabytes
     kind = line[head.end() : opcode.start()]
     operands = tuple(_OPERAND.findall(inside))
     return Instruction(head[2], opcode[1], kind, operands, attributes, bool(head[1]), inside)

@@ -10,10 +10,23 @@ import re
 from collections.abc import Iterator
 
 from moejax.config import Config
+from moejax.model import flops as model_flops
 from moejax.plan import hlo
 from moejax.plan.hardware import Cluster
-from moejax.plan.operations import COLLECTIVE, Done, Event, Group, Loop, Run, Start, Work
-from moejax.plan.work import Reader, kernel_of, stop_of
+from moejax.plan.operations import (
+    ATTENTION,
+    COLLECTIVE,
+    MEMORY,
+    Done,
+    Event,
+    Group,
+    Loop,
+    Run,
+    Start,
+    Work,
+)
+from moejax.plan.place import Context, kernel_of
+from moejax.plan.work import Reader
 
 SKIPPED = {
     *("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "partition-id"),
@@ -51,7 +64,7 @@ def read(
     """
     module = hlo.parse(text)
     walk = _Walk(module, Reader(module, cluster.domain, rows), window)
-    events = walk.events(module.entry, 1)
+    events = walk.events(module.entry, 1, Context())
     notes = [f"experts' rows: {rows:,.0f} a device and microbatch, an even load"] * (rows < 1e18)
     return Program(events, walk.kernels, (*notes, *dict.fromkeys(walk.notes)))
 
@@ -64,29 +77,29 @@ class _Walk:
     kernels: dict[str, float] = dataclasses.field(default_factory=dict)
     notes: list[str] = dataclasses.field(default_factory=list)
 
-    def events(self, computation: str, times: float, outer: float = 1) -> tuple[Event, ...]:
-        """The events of a computation that runs `times` a step, in a loop of `outer` trips."""
+    def events(self, computation: str, times: float, context: Context) -> tuple[Event, ...]:
+        """The events of a computation that runs `times` a step."""
         found: list[Event] = []
         for one in self.module.computations[computation]:
             if one.opcode in SKIPPED:
                 continue
             if one.opcode == "while":
-                trips = self.trips(one, outer)
-                body = self.events(one.calls, times * trips, trips)
-                path = self.reader.path(one)
-                found.append(Loop(stop_of(path) or one.name, trips, body))
+                trips = self.trips(one, context)
+                inner = self.reader.places.context(one, context, trips)
+                body = self.events(one.calls, times * trips, inner)
+                found.append(Loop(inner.name or "step", trips, body))
             elif one.opcode == "call":
-                found += self.events(one.calls, times, outer)
+                found += self.events(one.calls, times, context)
             elif one.opcode == "conditional":
-                found += self.branch(one, times)
+                found += self.branch(one, times, context)
             elif one.opcode.endswith("-done"):
                 found.append(Done(one.operands[0]))
-            elif work := self.reader.work(one):
+            elif work := self.reader.work(one, context):
                 self.count(one, times)
                 beside = one.opcode.endswith("-start")
                 found.append(Start(work, one.name) if beside else Run(work))
             elif one.opcode.endswith("-start"):
-                found.append(Start(Work(one.name, "memory"), one.name))
+                found.append(Start(Work(one.name, MEMORY), one.name))
         return tuple(found)
 
     def count(self, instruction: hlo.Instruction, times: float) -> None:
@@ -97,14 +110,16 @@ class _Walk:
                 name = kernel_of(one.op_name)
                 self.kernels[name] = self.kernels.get(name, 0) + times
 
-    def branch(self, one: hlo.Instruction, times: float) -> tuple[Event, ...]:
+    def branch(
+        self, one: hlo.Instruction, times: float, context: Context
+    ) -> tuple[Event, ...]:
         """The longest branch of a conditional."""
         names = re.findall(r"%([\w.-]+)", one.attribute(r"branch_computations=\{([^}]*)\}"))
         names += re.findall(r"(?:true|false)_computation=%([\w.-]+)", one.attributes)
         self.notes.append(f"{one.name} has branches: the longest is taken")
-        return max((self.events(name, times) for name in names), key=len, default=())
+        return max((self.events(name, times, context) for name in names), key=len, default=())
 
-    def trips(self, loop: hlo.Instruction, outer: float) -> float:
+    def trips(self, loop: hlo.Instruction, context: Context) -> float:
         """Trips of a loop, on average: known, or those of attention over the keys that it sees."""
         known = loop.attribute(r'known_trip_count":\{"n":"(\d+)"')
         if known:
@@ -120,12 +135,12 @@ class _Walk:
             for full, piece in zip(dims, part, strict=True)
             if piece != full and piece > 1
         ]
-        if stop_of(self.reader.path(loop)) != "attend" or not cuts or outer <= 1:
+        if context.name != "attend" or not cuts:
             self.notes.append(f"{loop.name} has no known trip count: counted once")
             return 1.0
         length, keys = max(cuts)
         windowed = self.window if self.starts_late(loop) else 0
-        return seen_blocks(length, int(length // outer), keys, windowed)
+        return seen_blocks(length, int(length // context.trips), keys, windowed)
 
     def starts_late(self, loop: hlo.Instruction) -> bool:
         """Whether a loop's counter starts elsewhere than at 0: with a window, keys are skipped."""
@@ -148,6 +163,46 @@ def seen_blocks(length: int, rows: int, keys: int, window: int) -> float:
         first = max(block * rows - window + 1, 0) // keys if window else 0
         total += -(-(block + 1) * rows // keys) - first
     return total / blocks
+
+
+@dataclasses.dataclass(frozen=True)
+class Flops:
+    """Where the FLOPs of a step go, on one GPU."""
+
+    executed: float
+    model: float
+    """What the model needs, by the field's formula (`moejax.model.flops`)."""
+    waste: dict[str, float]
+    """By cause what is executed beyond that; with it they add up to `executed`."""
+
+
+def flops(program: Program, config: Config, num_gpus: int) -> Flops:
+    """Returns the products that a step executes, and what of them the model does not need.
+
+    One document a row is taken, as the throughputs of the field are.
+    """
+    train, cfg = config.train, config.model
+    share = train.batch_size / num_gpus
+    tokens = share * train.sequence_length
+    core = share * model_flops.attention_flops(cfg, [train.sequence_length])
+    model = tokens * model_flops.linear_flops_per_token(cfg) + core
+    sums: dict[str, float] = {}
+    for work, times, _ in flat(program.events):
+        inner = work.kind == ATTENTION or (work.name == "attend" and work.groups > 1)
+        what = "core" if inner else work.name
+        for key in ("executed", work.phase, f"{what} {work.phase}"):
+            sums[key] = sums.get(key, 0.0) + times * work.flops
+    forward, backward = (sums.get(f"core {phase}", 0.0) for phase in ("forward", "backward"))
+    wider = forward / (core / 3) if core and forward else 1.0
+    waste = {
+        "recompute": sums.get("recompute", 0.0),
+        "masked attention": core * (wider - 1),
+        "attention's scores again": backward - core * 2 / 3 * wider,
+        "router": sum(sums.get(f"route {phase}", 0.0) for phase in ("forward", "backward")),
+        "logits again": sums.get("unembed backward", 0.0) - 2 * sums.get("unembed forward", 0.0),
+    }
+    waste["rows without a token, and other"] = sums["executed"] - model - sum(waste.values())
+    return Flops(sums["executed"], model, waste)
 
 
 def flat(events: tuple[Event, ...], times: float = 1) -> Iterator[tuple[Work, float, bool]]:

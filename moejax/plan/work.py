@@ -20,12 +20,8 @@ from moejax.plan.operations import (
     Group,
     Work,
 )
+from moejax.plan.place import Context, Places, kernel_of, role_of
 
-STOPS = (
-    *("embed", "attend", "route", "losses", "dispatch", "experts", "combine", "mlp", "drop"),
-    *("predict_ahead", "loss", "apply_update"),
-)
-"""Named scopes of the step, inner ones first where they nest."""
 COLLECTIVES = {
     "all-gather": "all_gather", "reduce-scatter": "reduce_scatter", "all-reduce": "all_reduce",
     "all-to-all": "all_to_all", "ragged-all-to-all": "ragged_all_to_all",
@@ -50,34 +46,6 @@ def dtype(name: str) -> str:
     )  # fmt: skip
 
 
-def stop_of(path: str) -> str:
-    """Returns the innermost named scope of an op_name, e.g. "experts"; "" where none is named.
-
-    >>> stop_of("jit(step)/while/body/transpose(jvp(loss))/while/body/jvp(attend)/dot_general")
-    'attend'
-    """
-    for part in reversed(re.split(r"[/()]", path)):
-        if part in STOPS:
-            return part
-    return ""
-
-
-def phase_of(path: str) -> str:
-    """Returns the phase of an op_name: gradients are taken of the scope "loss", and what is
-    differentiated once more inside, or not, is its backward, or computed again.
-
-    >>> phase_of("a/jvp(loss)/b"), phase_of("transpose(jvp(loss))/while/body/jvp(attend)/dot")
-    ('forward', 'recompute')
-    >>> phase_of("transpose(jvp(loss))/body/transpose(jvp(attend))/dot"), phase_of("step/mul")
-    ('backward', 'update')
-    """
-    _, found, inner = path.partition("transpose(jvp(loss))")
-    if found:
-        again = "jvp(" in inner and "transpose(" not in inner
-        return "recompute" if again else "backward"
-    return "forward" if "jvp(loss)" in path else "update"
-
-
 @dataclasses.dataclass
 class Reader:
     """What it takes to say what an instruction costs."""
@@ -88,50 +56,52 @@ class Reader:
     rows: float
     """Rows of a device's experts at an even load; inf: as many as the buffers have."""
 
-    def path(self, instruction: Instruction) -> str:
-        """Returns its op_name, or that of what it reads, or of who reads it, or ""."""
-        seen, below = instruction, 0
-        while not (own := seen.op_name.split(":")[0]) or own.startswith(("state.", "batch[")):
-            before = [self.module.by_name.get(name) for name in seen.operands[:1]]
-            if not before or before[0] is None or below == 6:
-                break
-            seen, below = before[0], below + 1
-        if own and not own.startswith(("state.", "batch[")):
-            return own
-        for user in self.module.users.get(instruction.name, ()):
-            if user.op_name:
-                return user.op_name.split(":")[0]
-        return ""
+    def __post_init__(self):
+        self.places = Places(self.module)
 
-    def work(self, instruction: Instruction) -> Work | None:
+    def work(self, instruction: Instruction, context: Context) -> Work | None:
         """Returns what it costs; None: nothing."""
+        name, phase = self.places.place(instruction, context)
+        if self.again(instruction):
+            phase = "recompute"
         opcode = instruction.opcode.removesuffix("-start")
-        if opcode in COLLECTIVES:
-            return self.collective(instruction, COLLECTIVES[opcode])
         inner = self.module.computations.get(instruction.calls, ())
         wrapped = [i for i in inner if i.opcode in COLLECTIVES]
-        if wrapped:
-            return self.collective(wrapped[0], COLLECTIVES[wrapped[0].opcode])
-        path = self.path(instruction)
-        name, phase = stop_of(path), phase_of(path)
-        if opcode == "custom-call":
-            return self._custom(instruction, instruction, name, phase)
-        for one in self.module.reached(instruction.calls) if instruction.calls else ():
-            if one.opcode == "custom-call":  # a kernel that reads a slice of a larger buffer
-                return self._custom(one, one, name or stop_of(one.op_name), phase)
+        if opcode in COLLECTIVES or wrapped:
+            return self.collective(instruction, wrapped, name, phase)
+        calls = [i for i in self._all(instruction) if i.opcode == "custom-call"]
+        if calls:  # its own, or of a fusion that hands a slice of a larger buffer to a kernel
+            if not instruction.op_name:
+                name, phase = self.places.place(calls[0], context)
+            return self._custom(calls[0], name, phase)
         moved = self.moved(instruction)
         spaces = {shape.space for shape in self._touched(instruction)}
         if HOST_SPACE in spaces:
-            return Work(name or "copy", HOST, phase, bytes=moved / 2)
-        dots = [i for i in self.module.reached(instruction.calls) if i.opcode == "dot"]
-        if instruction.opcode == "dot":
-            dots = [instruction]
+            return Work(name, HOST, phase, bytes=moved / 2)
+        dots = [i for i in self._all(instruction) if i.opcode == "dot"]
         if dots:
-            return self._products(dots, name, phase, moved)
-        return Work(name or "copy", MEMORY, phase, bytes=moved) if moved else None
+            return self._products(dots, "unembed" if name == "loss" else name, phase, moved)
+        return Work(name, MEMORY, phase, bytes=moved) if moved else None
+
+    def again(self, instruction: Instruction) -> bool:
+        """Whether XLA's rematerialisation put it there a second time."""
+        first, again, _ = instruction.name.partition(".remat")
+        return bool(again) and first in self.module.by_name
+
+    def _all(self, instruction: Instruction) -> list[Instruction]:
+        reached = self.module.reached(instruction.calls) if instruction.calls else ()
+        return [instruction, *reached]
+
+    def made(self, instruction: Instruction) -> tuple[Shape, ...]:
+        """Returns the arrays that it makes; of a start those that its done hands on."""
+        if instruction.opcode.endswith("-start"):
+            for user in self.module.users.get(instruction.name, ()):
+                if user.opcode.endswith("-done"):
+                    return user.shapes
+        return instruction.shapes
 
     def _touched(self, instruction: Instruction) -> tuple[Shape, ...]:
-        return instruction.shapes + self.module.operand_shapes(instruction)
+        return self.made(instruction) + self.module.operand_shapes(instruction)
 
     def moved(self, instruction: Instruction) -> float:
         """Returns the bytes of device memory that it reads and writes."""
@@ -140,11 +110,11 @@ class Reader:
         sizes = [operand.bytes if operand else 0.0 for operand in operands]
         if not body:
             opcode = instruction.opcode.removesuffix("-start")
+            made = sum(shape.bytes for shape in self.made(instruction))
             if opcode in _SLICES:
-                return 2 * instruction.bytes
+                return 2 * made
             if opcode in _UPDATES:
                 return 2 * sizes[_UPDATES[opcode]]
-            made = instruction.shapes[0].bytes if opcode == "copy" else instruction.bytes
             return made + sum(sizes)
         read = 0.0
         for inner in body:
@@ -187,7 +157,7 @@ class Reader:
         groups, *mnk = sizes[most]
         left = self.module.by_name[dots[most].operands[0]].shapes[0]
         return Work(
-            name or "unembed", GEMM, phase, sum(flops), moved, dtype(left.dtype),
+            name, GEMM, phase, sum(flops), moved, dtype(left.dtype),
             (mnk[0], mnk[1], mnk[2]), int(groups),
         )  # fmt: skip
 
@@ -200,7 +170,7 @@ class Reader:
         groups = math.prod(left[d] for d in batch)
         return groups, math.prod(left) / k / groups, math.prod(right) / k / groups, k
 
-    def _custom(self, call: Instruction, seen: Instruction, name: str, phase: str) -> Work:
+    def _custom(self, call: Instruction, name: str, phase: str) -> Work:
         """A kernel of ours, cuDNN's attention, a product of cuBLAS, or another one."""
         target = call.attribute(r'custom_call_target="([^"]*)"')
         read, made = self.module.operand_shapes(call), call.shapes
@@ -210,13 +180,13 @@ class Reader:
         if target.startswith("__cudnn$fmha"):
             return self._attention(read, made, name, phase, moved)
         if "mosaic" not in target and "triton" not in target:
-            return Work(name or target, MEMORY, phase, bytes=moved)
-        kernel = kernel_of(seen.op_name)
+            return Work(name, MEMORY, phase, bytes=moved)
+        kernel = kernel_of(call.op_name)
         if kernel.startswith("grouped"):
             return self._grouped(read, made, kernel, name, phase)
         if "permute" in kernel:
             return Work(name, MEMORY, phase, bytes=self._permuted(read, made))
-        return Work(name or kernel, MEMORY, phase, bytes=moved)
+        return Work(name, MEMORY, phase, bytes=moved)
 
     def _permuted(self, read: tuple[Shape, ...], made: tuple[Shape, ...]) -> float:
         """Every row is written, rows of tokens are read."""
@@ -236,20 +206,23 @@ class Reader:
         )
         real = slots * share
         return Work(
-            name or "experts", GROUPED, phase, 2.0 * real * k * n, moved, dtype(rows.dtype),
+            name, GROUPED, phase, 2.0 * real * k * n, moved, dtype(rows.dtype),
             (real / groups, n, k), groups,
         )  # fmt: skip
 
     def _cublas(self, call: Instruction, name: str, phase: str, moved: float) -> Work:
         left, right = self.module.operand_shapes(call)[:2]
-        over = [int(d) for d in re.findall(r"\d+", call.attribute(r'lhs_contracting_dimensions":\[([^\]]*)'))]
-        batch = [int(d) for d in re.findall(r"\d+", call.attribute(r'lhs_batch_dimensions":\[([^\]]*)'))]
-        k = math.prod(left.dims[d] for d in over)
-        groups = math.prod(left.dims[d] for d in batch)
+
+        def over(which: str) -> float:
+            dims = call.attribute(rf'lhs_{which}_dimensions":\[([^\]]*)')
+            return math.prod(left.dims[int(d)] for d in re.findall(r"\d+", dims))
+
+        k, groups = over("contracting"), over("batch")
         m, n = (side.size / k / groups for side in (left, right))
+        name = "unembed" if name == "loss" else name
         return Work(
-            name or "unembed", GEMM, phase, 2 * groups * m * n * k, moved, dtype(left.dtype),
-            (m, n, k), groups,
+            name, GEMM, phase, 2 * groups * m * n * k, moved, dtype(left.dtype), (m, n, k),
+            int(groups),
         )  # fmt: skip
 
     def _attention(self, read, made, name: str, phase: str, moved: float) -> Work:
@@ -259,34 +232,33 @@ class Reader:
         products = 5 if len(read) > 4 else 2
         flops = products * 2 * batch * heads * length * k.dims[1] * width / 2
         return Work(
-            name or "attend", ATTENTION, phase, flops, moved, dtype(q.dtype),
+            name, ATTENTION, phase, flops, moved, dtype(q.dtype),
             (length, k.dims[1], width), batch * heads,
         )  # fmt: skip
 
-    def collective(self, instruction: Instruction, kind: str) -> Work:
+    def collective(
+        self, instruction: Instruction, wrapped: list[Instruction], name: str, phase: str
+    ) -> Work:
         """What a collective sends; rings and direct exchange send the same."""
-        path = self.path(instruction)
-        read = [s for s in self.module.operand_shapes(instruction)]
-        group, axes = self.group(instruction)
-        made = list(instruction.shapes)
-        if instruction.opcode.endswith("-start"):
-            made = made[len(read) : 2 * len(read)] if len(made) >= 2 * len(read) else made[-1:]
-        if kind == "ragged_all_to_all":
-            into, out = read[0], read[1]
-            rows = min(into.dims[0], out.dims[0])
-            total = rows * into.bytes / into.dims[0]
-            moved, elements = 2 * total, rows
-        else:
-            inputs, outputs = (sum(s.bytes for s in side) for side in (read, made))
-            total = max(inputs, outputs) if kind != "permute" else inputs
-            moved, elements = inputs + outputs, max((s.size for s in read), default=0)
+        one = wrapped[0] if wrapped else instruction
+        kind = COLLECTIVES[one.opcode.removesuffix("-start")]
+        read, made = self.module.operand_shapes(instruction), self.made(instruction)
+        group, axes = self.group(one)
+        inputs, outputs = (sum(shape.bytes for shape in side) for side in (read, made))
+        moved, total = inputs + outputs, max(inputs, outputs)
+        if kind == "ragged_all_to_all":  # rows of tokens alone travel; one of the two has no others
+            total = min(read[0].bytes, read[1].bytes)
+            moved = 2 * total
         others = 1.0 if kind == "permute" else (group.size - 1) / group.size
         wire = total * others * (2 if kind == "all_reduce" else 1)
-        small = read[0].dtype.startswith("s") and elements < 1 << 16
-        role = role_of(kind, path, axes, small)
-        name = stop_of(path) or role
+        few = all(shape.size < 1 << 16 for shape in read)
+        path = one.op_name or self.places.path(instruction)
+        role = role_of(kind, path, axes, few and read[0].dtype.startswith(("s", "u")))
+        if role == "gradient sum":
+            phase = "backward"  # XLA joins it with sums of other phases
         return Work(
-            name, COLLECTIVE, phase_of(path), 0.0, moved, dtype(read[0].dtype),
+            role if name in ("", "step", "block", "loss", "accumulate") else name,
+            COLLECTIVE, phase, 0.0, moved, dtype(read[0].dtype),
             collective=kind, role=role, wire=wire, group=group,
         )  # fmt: skip
 
@@ -332,30 +304,3 @@ def _first_iota(found: re.Match) -> list[int]:
             at += digit * strides[d]
         members.append(at)
     return members
-
-
-def kernel_of(path: str) -> str:
-    """Returns the kernel's name: the last but one part of its op_name.
-
-    >>> kernel_of("jit(step)/experts/grouped_mlp_forward/mpmd_map")
-    'grouped_mlp_forward'
-    """
-    parts = path.split("/")
-    return parts[-2] if len(parts) > 1 else path
-
-
-def role_of(kind: str, path: str, axes: tuple[str, ...], small: bool) -> str:
-    """Returns what a collective moves, from where it stands and the mesh axes that it crosses."""
-    stop = stop_of(path)
-    if stop in ("dispatch", "combine") or "all_to_all" in kind:
-        return "ep sizes" if small else f"ep {stop or 'dispatch'}"
-    tp = bool(axes) and all(axis.startswith("tp") for axis in axes)
-    if kind == "all_gather":
-        return "tp gather" if tp else "zero gather"
-    if kind == "reduce_scatter":
-        return "tp reduce" if tp else "zero reduce"
-    if kind == "permute":
-        return "ring"
-    if tp and phase_of(path) != "update":
-        return "tp sum"
-    return "gradient sum" if "transpose(" in path else "metrics"
