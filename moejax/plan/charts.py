@@ -75,22 +75,21 @@ def _text(x: float, y: float, text: str, style: str, anchor: str) -> str:
 
 
 def layer_pair(timeline: Timeline) -> list[tuple[str, tuple[Span, ...]]]:
-    """Returns (name, spans) of the two loop bodies that a reader wants to see: of those that run
-    forward and of those that run backward the one that holds most work."""
-    best: dict[str, tuple[float, str, tuple[Span, ...]]] = {}
+    """Returns (name, spans) of the loop bodies that are one layer forward and one layer backward:
+    the shortest that hold experts, or, of a model without them, attention."""
+    best: dict[str, tuple[float, tuple[Span, ...]]] = {}
+    experts = any(s.work.kind == GROUPED for spans in timeline.spans.values() for s in spans)
     for path, spans in timeline.spans.items():
-        if not path or not spans:
+        names = {s.work.name.partition(" ")[0] for s in spans}
+        kinds = {s.work.kind for s in spans}
+        if not path or "attend" not in names or (experts and GROUPED not in kinds):
             continue
-        phases = {span.work.phase for span in spans}
-        side = "backward" if "backward" in phases else "forward"
-        if "update" in phases or (side == "forward" and phases != {"forward"}):
+        if not experts and len(names - {"copy"}) < 3:  # attention's own loops
             continue
-        layers = {s.work.name for s in spans}
-        score = _end(spans) * (1000 if layers & {"attend", "experts"} else 1)
-        if side not in best or score > best[side][0]:
-            best[side] = (score, path, spans)
-    order = [side for side in ("forward", "backward") if side in best]
-    return [(f"{side} layer", best[side][2]) for side in order]
+        side = "backward" if "backward" in {s.work.phase for s in spans} else "forward"
+        if side not in best or _end(spans) < best[side][0]:
+            best[side] = (_end(spans), spans)
+    return [(f"{side} layer", best[side][1]) for side in ("forward", "backward") if side in best]
 
 
 def _end(spans: Sequence[Span]) -> float:
@@ -126,7 +125,7 @@ def _bar(span: Span, y: float, line: float, left: float, box: float, longest: fl
     title = f"{name} ({work.kind}, {work.phase}): {1e6 * (span.end - span.start):,.0f} µs"
     gap = 0.7 if width > 3 else 0.0
     shown = ""
-    if width > 6.4 * len(name) + 8:
+    if width > 5.9 * len(name) + 4:
         ink = "var(--ink)" if work.kind in (MEMORY, IDLE) else "var(--card)"
         shown = (
             f'<text class="inside" style="fill:{ink}" x="{x + width / 2:.1f}" '

@@ -50,4 +50,4 @@ def _memory(compiled: Compiled, config: Config, num_gpus: int) -> Memory:
     fold = config.fold_over(num_gpus)
     rest = tuple(resting(config, fold).items())
     more = compiled.device_bytes - sum(size for _, size in rest)
-    return Memory((*rest, ("temporary", more)), "peak", Sizes(config, fold).received)
+    return Memory((*rest, ("temporary", more)), "all moments", Sizes(config, fold).received)

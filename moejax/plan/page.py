@@ -129,7 +129,7 @@ def _of_one(plan: Plan, ways: Sequence[Way]) -> list[str]:
     parts = [
         _tiles(plan),
         section(
-            "Memory of a GPU", f"at the peak ({plan.memory.moment}), {source}",
+            "Memory of a GPU", f"when it is largest ({plan.memory.moment}), {source}",
             f'<div class="wide">{waterfall(plan)}</div>',
         ),
         section("Ways under it", "each alone; estimated", ways_table(ways)),
