@@ -1,12 +1,13 @@
-"""What to change where a plan does not fit: one setting at a time, each with its bytes and time.
+"""What to change where a plan does not fit: as few settings as do, each with its bytes and time.
 
     for way in ways(plan):
         print(way.text, way.memory.total, way.cost)
 """
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Any
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 from moejax.config import Config, leaves
 from moejax.plan import search
@@ -22,7 +23,7 @@ LARGER = ("h100", "h200", "b200", "b300", "gb200", "gb300")
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """One setting that brings a plan under a GPU's memory."""
+    """A change that brings a plan under a GPU's memory."""
 
     text: str
     """What to change, as a user would write it."""
@@ -38,61 +39,107 @@ class Way:
 
 
 def ways(plan: Plan, *, worst_case: bool = False) -> list[Way]:
-    """Returns the single changes under which the plan fits by the estimate, the cheapest first;
-    of each setting the cheapest value. Where no single one is enough, pairs of them.
+    """Returns changes under which the plan fits by the estimate, the cheapest first.
 
-    The estimate is corrected by what the compiler found of this plan, where it was compiled.
+    On the plan's own cluster single settings; where none is enough, pairs, then threes; of each
+    the smallest change that is enough. Beside these, more GPUs and larger ones. The estimate is
+    corrected by what the compiler found of this plan, where it was compiled. `worst_case`: the
+    step that runs an overflowed batch again has to fit.
     """
-    known = estimate(plan.config, plan.config.fold_over(plan.num_gpus), worst_case=worst_case)
+    own, gpus = plan.cluster, plan.num_gpus
+    known = estimate(plan.config, plan.config.fold_over(gpus), worst_case=worst_case)
     measured = plan.again if worst_case and plan.again else plan.memory
-    factor = max(measured.total / known.total, 1.0)
-    before = price(plan.config, plan.cluster, plan.num_gpus).seconds * plan.num_gpus
-    singles = list(_singles(plan.config, plan.cluster, plan.num_gpus))
-    found = [w for s in singles if (w := _way(plan, *s, before, factor, worst_case))]
+    need = _Need(plan.config, max(measured.total / known.total, 1.0), worst_case)
+    settings = list(_settings(plan.config, gpus))
+    found: list[_Fit] = []
+    for many in (1, 2, 3):
+        sets = (_together(some) for some in itertools.combinations(settings, many))
+        if found := _smallest(need.fit(values, own, gpus) for values in sets if values):
+            break
+    others = list(_others(plan.config, own, gpus))
+    found += [fit for other in others if (fit := need.fit(*other))]
     if not found:
-        pairs = (
-            (f"{text} {more}", values | further, cluster, gpus)
-            for text, values, cluster, gpus in singles
-            if gpus == plan.num_gpus and cluster == plan.cluster
-            for more, further, where, others in singles
-            if others == gpus and where == cluster and values.keys().isdisjoint(further)
+        found = _smallest(
+            need.fit(values | more, cluster, number)
+            for values, cluster, number in others
+            for more in settings
+            if values.keys().isdisjoint(more)
         )
-        found = [w for pair in pairs if (w := _way(plan, *pair, before, factor, worst_case))]
-    best: dict[tuple, Way] = {}
-    for way in sorted(found, key=lambda way: way.cost):
-        names = tuple(sorted(part.split("=")[0] for part in way.text.split()))
-        best.setdefault(names, way)
-    return list(best.values())
+    before = price(plan.config, own, gpus).seconds * gpus
+    return sorted((_way(plan, fit, before) for fit in found), key=lambda way: way.cost)
 
 
-def _way(plan: Plan, text, values, cluster, num_gpus, before, factor, worst_case) -> Way | None:
-    """The change as a Way, if it can run and fits."""
-    try:
-        config = changed(plan.config, values)
-        memory = weigh(config, num_gpus)
-        if worst_case:
+class _Fit(NamedTuple):
+    """A change that is enough."""
+
+    values: dict[str, Any]
+    config: Config
+    cluster: Cluster
+    num_gpus: int
+    memory: Memory
+
+
+@dataclasses.dataclass(frozen=True)
+class _Need:
+    """What a change has to bring down."""
+
+    config: Config
+    factor: float
+    worst_case: bool
+
+    def fit(self, values: dict[str, Any], cluster: Cluster, num_gpus: int) -> _Fit | None:
+        """Returns the change if it can run and fits."""
+        try:
+            config = changed(self.config, values)
+            memory = weigh(config, num_gpus)
+        except ValueError:
+            return None
+        if self.worst_case:
             memory = estimate(config, config.fold_over(num_gpus), worst_case=True)
-    except ValueError:
-        return None
-    if memory.total * factor > room(cluster):
-        return None
-    seconds = price(config, cluster, num_gpus).seconds
-    return Way(text, config, cluster, num_gpus, memory, seconds * num_gpus / before, seconds)
+        if memory.total * self.factor > room(cluster):
+            return None
+        return _Fit(values, config, cluster, num_gpus, memory)
 
 
-def _singles(
+def _together(some: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """The leaves of several changes; none where two want the same leaf."""
+    made: dict[str, Any] = {}
+    for values in some:
+        if not made.keys().isdisjoint(values):
+            return {}
+        made |= values
+    return made
+
+
+def _smallest(fits: Iterable[_Fit | None]) -> list[_Fit]:
+    """The first of those that change the same leaves on the same cluster."""
+    kept: dict[tuple, _Fit] = {}
+    for fit in fits:
+        if fit is not None:
+            kept.setdefault((*sorted(fit.values), fit.cluster.name, fit.num_gpus), fit)
+    return list(kept.values())
+
+
+def _way(plan: Plan, fit: _Fit, before: float) -> Way:
+    parts = [_typed(plan.config, fit.values)]
+    if (fit.cluster, fit.num_gpus) != (plan.cluster, plan.num_gpus):
+        parts.insert(0, f"--gpus={fit.cluster.name}x{fit.num_gpus}")
+    seconds = price(fit.config, fit.cluster, fit.num_gpus).seconds
+    return Way(
+        " ".join(part for part in parts if part), fit.config, fit.cluster, fit.num_gpus, fit.memory,
+        seconds * fit.num_gpus / before, seconds,
+    )  # fmt: skip
+
+
+def _others(
     config: Config, cluster: Cluster, num_gpus: int
-) -> Iterator[tuple[str, dict[str, Any], Cluster, int]]:
-    """Yields (text, leaves, cluster, GPUs) of every single change."""
-    for values in _settings(config, num_gpus):
-        yield _typed(config, values), values, cluster, num_gpus
+) -> Iterator[tuple[dict[str, Any], Cluster, int]]:
+    """Yields (leaves, cluster, GPUs) of more GPUs, and of GPUs with more memory."""
     for times in (2, 4, 8):
-        more, values = num_gpus * times, _on_more(config, times)
-        text = f"--gpus={cluster.name}x{more} {_typed(config, values)}"
-        yield text.strip(), values, cluster, more
+        yield _on_more(config, times), cluster, num_gpus * times
     for name in LARGER:
         if CLUSTERS[name].gpu.memory_bytes > cluster.gpu.memory_bytes:
-            yield f"--gpus={name}x{num_gpus}", {}, CLUSTERS[name], num_gpus
+            yield {}, CLUSTERS[name], num_gpus
 
 
 def _typed(config: Config, values: dict[str, Any]) -> str:
@@ -103,7 +150,7 @@ def _typed(config: Config, values: dict[str, Any]) -> str:
 
 
 def _settings(config: Config, num_gpus: int) -> Iterator[dict[str, Any]]:
-    """Yields the leaves of each change that keeps the cluster."""
+    """Yields the leaves of each change that keeps the cluster, of a kind the smallest first."""
     parallel, model, train = config.parallel, config.model, config.train
     if model.remat != "full":
         yield {"model.remat": "full"}

@@ -21,7 +21,7 @@ MEMORY_COLORS = dict(
     zip(
         KINDS,
         ("--deep", "--a", "--shallow", "--d", "--c", "--e", "--f", "--b", "--g", "--h", "--i")
-        + ("--soft", "--d"),
+        + ("--axis", "--soft"),
         strict=True,
     )
 )

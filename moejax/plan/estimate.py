@@ -28,7 +28,7 @@ long as the step); about the mean of what was read in six heaps."""
 KINDS = (
     "weights", "optimizer state", "batch and buffers", "gradients", "saved activations",
     "turned weights", "gathered weights", "dispatch and experts", "attention", "dense MLP",
-    "logits and loss", "packing", "temporary",
+    "logits and loss", "other", "packing",
 )  # fmt: skip
 
 

@@ -20,9 +20,11 @@ from moejax.train.report.style import STYLE
 
 PAGE_FILE = "report.html"
 ADDED_STYLE = """
-:root { --e: #b98a17; --f: #5b8f2b; --g: #b0466a; --h: #4d8f9e; --i: #7a6a58; }
+:root { --e: #b98a17; --f: #5b8f2b; --g: #b0466a; --h: #4d8f9e; --i: #7a6a58;
+  --axis: #a9a7a0; }
 @media (prefers-color-scheme: dark) {
-  :root { --e: #e6c062; --f: #a5d477; --g: #f08fb0; --h: #86c9d8; --i: #c4b29c; }
+  :root { --e: #e6c062; --f: #a5d477; --g: #f08fb0; --h: #86c9d8; --i: #c4b29c;
+    --axis: #6d6f76; }
 }
 .name { font-size: 12.5px; fill: var(--ink); }
 .value { font-size: 12px; fill: var(--soft); }
@@ -146,6 +148,8 @@ def _of_one(plan: Plan, ways: Sequence[Way]) -> list[str]:
     ]  # fmt: skip
     table = fold_table(plan.config.fold_over(plan.num_gpus))
     parts.append(folded("Devices", f"<pre>{escape(table)}</pre>"))
+    if plan.live:
+        parts.append(folded("Largest buffers at the peak", live_table(plan)))
     if plan.facts:
         parts.append(folded("Facts", key_values(plan.facts)))
     return parts
@@ -215,6 +219,15 @@ def traffic_table(plan: Plan) -> str:
     ]  # fmt: skip
     head = ("role", "kind", "phases", "GPUs", "calls", "sent", "takes", "exposed")
     return _table(head, rows, 3) if rows else ""
+
+
+def live_table(plan: Plan) -> str:
+    """Returns the table of the largest buffers that are live when memory is fullest, as HTML."""
+    rows = [
+        (escape(kind), f"<code>{escape(what)}</code>", f"{size / GIB:.2f} GiB")
+        for kind, what, size in plan.live
+    ]
+    return _table(("kind", "instruction, array", "size"), rows, 2)
 
 
 def ways_table(ways: Sequence[Way]) -> str:

@@ -30,6 +30,8 @@ class Plan:
     """Whether memory and events are the compiler's; else they are the estimate's."""
     again: Memory | None = None
     """Memory of the step that runs an overflowed batch again; None: not looked at."""
+    live: tuple[tuple[str, str, float], ...] = ()
+    """(kind, instruction and array, bytes) of the largest buffers at the peak, if compiled."""
     facts: tuple[tuple[str, str], ...] = ()
     """Further lines for a reader: seconds of the compile, its memory, ..."""
 

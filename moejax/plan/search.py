@@ -143,7 +143,13 @@ def _search(base: Config, cluster: Cluster, num_gpus: int, progress) -> Found:
     counts: Counter[str] = Counter()
     fitting: list[tuple[Config, Memory]] = []
     smallest: tuple[Config, Memory] | None = None
+    done: set[tuple] = set()
     for values in candidates(base, cluster, num_gpus):
+        # What is computed again saves memory and costs time: nothing is gained beyond what fits.
+        others = tuple(v for name, v in values.items() if not name.startswith("model."))
+        if others in done:
+            counts["compute again what need not be"] += 1
+            continue
         try:
             config = changed(base, values)
             memory = weigh(config, num_gpus)
@@ -152,11 +158,12 @@ def _search(base: Config, cluster: Cluster, num_gpus: int, progress) -> Found:
             continue
         if memory.total <= room(cluster):
             fitting.append((config, memory))
+            done.add(others)
         else:
             counts["do not fit"] += 1
             if smallest is None or memory.total < smallest[1].total:
                 smallest = (config, memory)
-    counts["fit"] = len(fitting)
+    counts["fit and are priced"] = len(fitting)
     progress(", ".join(f"{n:,} {what}" for what, n in counts.items()))
     ranked = _in_order(_priced(*one, cluster, num_gpus) for one in fitting)
     return Found(base, cluster, num_gpus, ranked, smallest, counts)

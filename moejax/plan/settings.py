@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,7 @@ def recipe_text(name: str, config: Config, where: str, base: Config, why: str) -
         "from moejax.config import Config, load_recipe", "", "",
         f"def {name}() -> Config:",
         f'    """{where}, with the settings that the planner chose."""',
-        f"    base = load_recipe({where!r})",
+        f"    base = load_recipe({_literal(where)})",
         *_replacement("return", "base", {tuple(k.split(".")): v for k, v in found.items()}, 4),
         "",
     ])  # fmt: skip
@@ -71,10 +72,15 @@ def _replacement(lead: str, base: str, values: dict[tuple[str, ...], Any], inden
     for field in dict.fromkeys(path[0] for path in values):
         inside = {path[1:]: value for path, value in values.items() if path[0] == field}
         if () in inside:
-            yield f"{inner}{field}={inside[()]!r},".replace("'", '"')
+            yield f"{inner}{field}={_literal(inside[()])},"
         else:
             yield from _replacement(field, f"{base}.{field}", inside, indent + 4)
     yield f"{pad}){ending}"
+
+
+def _literal(value: Any) -> str:
+    """The value as Python, a text in double quotes."""
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
 
 
 def write_recipe(
