@@ -2,6 +2,8 @@
 
     for way in ways(plan):
         print(way.text, way.memory.total, way.cost)
+
+Both are estimates; the compiler has the last word on a plan that takes one of them.
 """
 
 import dataclasses

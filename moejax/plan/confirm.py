@@ -44,9 +44,7 @@ def compiled_plan(
         window=config.model.attention.window,
     )  # fmt: skip
     account = memory.account(text, compiled.buffers, compiled.live)
-    plan = make_plan(
-        config, cluster, num_gpus, _memory(account, config, num_gpus), found.events
-    )
+    plan = make_plan(config, cluster, num_gpus, _memory(account, config, num_gpus), found.events)
     again = None
     if worst_case:
         other = compile_step(config, cluster, num_gpus, worst_case=True, progress=progress)

@@ -342,7 +342,7 @@ class _Player:
 
 
 def _steady(events: Iterable[Event], cluster: Cluster, path: str) -> Timeline:
-    """Returns the second turn of a loop's body: lanes, and work begun, are as the first left them."""
+    """Returns the second turn of a loop's body: lanes, and work begun, as the first left them."""
     first = _Player(cluster, path, dict.fromkeys(LANES, 0.0), {})
     first.play(events)
     tails = {lane: max(free - first.now, 0.0) for lane, free in first.free.items()}

@@ -268,4 +268,3 @@ def _one_layer(sizes: Sizes) -> float:
         used = sum(w.elements(sharding.COMPUTE, fold) / w.shape[0] for w in own)
         largest = max(largest, 2 * item * used)
     return largest
-

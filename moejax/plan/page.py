@@ -1,6 +1,8 @@
 """The report of plans: one HTML file that needs nothing but a browser, no scripts in it.
 
     write_page([plan], Path("plan"), advice={plan.name: ways(plan)})
+
+It wears the style of a run's report (`moejax.train.report`). Every text from outside is escaped.
 """
 
 import os
@@ -59,7 +61,8 @@ def render(plans: Sequence[Plan], advice: Mapping[str, Sequence[Way]]) -> str:
     for plan in plans:
         if len(plans) > 1:
             parts.append(
-                f'<div><h2 class="plan">{escape(plan.name)}</h2><p>{escape(verdict(plan))}</p></div>'
+                f'<div><h2 class="plan">{escape(plan.name)}</h2>'
+                f"<p>{escape(verdict(plan))}</p></div>"
             )
         parts += _of_one(plan, advice.get(plan.name, ()))
     title = plans[0].name if len(plans) == 1 else f"{len(plans)} plans"
@@ -106,7 +109,9 @@ def _header(plans: Sequence[Plan]) -> str:
             f'<p class="meta">{escape(short(plan.config))}</p></header>'
         )
     best = best_of(plans)
-    lead = f"{best.name} is the fastest that fits. {verdict(best)}" if best else "None of them fits."
+    lead = (
+        f"{best.name} is the fastest that fits. {verdict(best)}" if best else "None of them fits."
+    )
     return (
         f'<header><p class="kicker">Plan</p><h1>{len(plans)} plans</h1>'
         f'<p class="lead">{escape(lead)}</p></header>'

@@ -1,4 +1,4 @@
-"""What rests on a GPU between steps: the bytes of weights, optimizer state and batch, in closed form.
+"""What rests on a GPU between steps, in closed form: weights, optimizer state and batch.
 
 The model's global shapes are made once (no array is); a fold then only divides them, so that a
 search weighs thousands of folds in a second.

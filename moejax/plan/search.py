@@ -229,4 +229,3 @@ def short(config: Config) -> str:
     if config.precision.accum_dtype != "float32":
         more.append(f"sums in {config.precision.accum_dtype}")
     return f"{' '.join(degrees) or 'dp alone'} zero{p.zero}, {', '.join(more)}"
-

@@ -1,6 +1,8 @@
 """Leaves of a config by their dotted names: read, changed, and written down as flags or a recipe.
 
     changed(config, {"parallel.tp": 2, "train.microbatches": 8})
+
+What is written down gives the same config again: flags to a command, a recipe to `load_recipe`.
 """
 
 import dataclasses

@@ -82,9 +82,7 @@ def test_a_dim_that_does_not_divide_is_named():
 QWEN, LARGE, V3 = (
     qwen3_moe.qwen3_30b_a3b_h100x16(), qwen3_moe.qwen3_235b_a22b_h100x256(), deepseek_v3.v3(),
 )  # fmt: skip
-ONE_ROW = changed(
-    V3, {"train.batch_size": 512, "train.microbatches": 2, "model.moe.budget": 1.25}
-)
+ONE_ROW = changed(V3, {"train.batch_size": 512, "train.microbatches": 2, "model.moe.budget": 1.25})
 
 
 @pytest.mark.parametrize(

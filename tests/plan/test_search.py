@@ -36,8 +36,7 @@ def found() -> Found:
 
 def test_candidates_cover_every_fold_that_there_is():
     seen = {
-        (c["parallel.tp"], c["parallel.ep"], c["parallel.etp"])
-        for c in candidates(base(), H100, 4)
+        (c["parallel.tp"], c["parallel.ep"], c["parallel.etp"]) for c in candidates(base(), H100, 4)
     }
     powers = (1, 2, 4)
     every = {(t, e, p) for t in powers for e in powers for p in powers if e * p <= 4}
