@@ -34,7 +34,7 @@ from moejax.plan.estimate import estimate
 from moejax.plan.hardware import CLUSTERS, Cluster, parse
 from moejax.plan.page import best_of, verdict, write_page
 from moejax.plan.plans import Plan
-from moejax.plan.search import Found, analytic_plan, confirm, search, short
+from moejax.plan.search import Found, analytic_plan, caveat, confirm, search, short
 from moejax.plan.settings import flags, write_recipe
 
 SWITCHES = ("--analytic", "--search", "--worst-case")
@@ -118,7 +118,7 @@ def main(arguments: list[str]) -> int:
             return _search(chosen, console)
         targets = [target(chosen, recipe) for recipe in chosen.recipes]
         plans = [_plan(chosen, *where, console) for where in targets]
-        return _report(chosen, plans, console)
+        return _report(chosen, plans, plans, console)
     except (ValueError, FileNotFoundError, CompileError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -144,9 +144,10 @@ def _ways(plan: Plan) -> list[Way]:
     return ways(plan, worst_case=plan.memory.total <= plan.room)
 
 
-def _report(chosen: Options, plans: list[Plan], console: Console) -> int:
+def _report(chosen: Options, plans: list[Plan], shown: list[Plan], console: Console) -> int:
+    """Prints those that are `shown` in full, compares and writes all; returns the exit status."""
     advice = {plan.name: _ways(plan) for plan in plans}
-    for plan in plans:
+    for plan in shown:
         report.show(plan, advice[plan.name], console)
     if len(plans) > 1:
         console.print(report.compared(plans))
@@ -176,12 +177,14 @@ def _search(chosen: Options, console: Console) -> int:
         dataclasses.replace(plan, name=f"{name}_{i}" if i > 1 else name)
         for i, plan in enumerate(plans, 1)
     ]
-    status = _report(chosen, plans, console)
-    if status:
+    if status := _report(chosen, plans, plans[:1], console):
         return status
     recipe, base = chosen.recipes[0], load_recipe(chosen.recipes[0])
-    why = f"{short(plans[0].config)}.\n\n{verdict(plans[0])}"
+    warning = caveat(plans[0].config, config)
+    why = f"{short(plans[0].config)}.\n\n{verdict(plans[0])} {warning}"
     path = write_recipe(chosen.out, name, plans[0].config, recipe, base, why)
+    if warning:
+        console.print(warning, style="yellow")
     console.print(f"{path}: python launch/train.py --config={path}")
     console.print(f"or --config={recipe} {flags(plans[0].config, base)}")
     return 0

@@ -9,7 +9,7 @@ from html import escape
 from moejax.plan.cost import LANES, Span, Timeline
 from moejax.plan.estimate import KINDS
 from moejax.plan.operations import ATTENTION, COLLECTIVE, GEMM, GROUPED, HOST, IDLE, MEMORY
-from moejax.plan.plans import Plan, exposed
+from moejax.plan.plans import Plan, exposed, label
 from moejax.train.report.charts import nice_ticks, svg_open
 
 GIB = 2.0**30
@@ -193,8 +193,8 @@ def breakdown(plan: Plan) -> str:
         y = top + i * line
         waited = name.startswith("waiting")
         color = "var(--b)" if waited else COLORS[name]
-        label = name.removeprefix("waiting: ")
-        parts.append(_text(LABEL - 12, y + 15, label, "name", "end"))
+        shown = label(name.removeprefix("waiting: "))
+        parts.append(_text(LABEL - 12, y + 15, shown, "name", "end"))
         width = max(value / most * box, 1.0)
         parts.append(
             f'<rect x="{LABEL}" y="{y + 4}" width="{width:.1f}" height="{line - 9}" rx="2" '

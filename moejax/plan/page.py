@@ -14,7 +14,7 @@ from moejax.core.mesh import fold_table
 from moejax.plan.advice import Way
 from moejax.plan.charts import COLORS, GIB, breakdown, lanes, layer_pair, stacks, waterfall
 from moejax.plan.operations import HOST, IDLE
-from moejax.plan.plans import Plan, traffic
+from moejax.plan.plans import Plan, label, traffic
 from moejax.plan.search import short
 from moejax.train import units
 from moejax.train.report.page import folded, key_values, section
@@ -187,7 +187,7 @@ def _tiles(plan: Plan) -> str:
 def _key(plan: Plan) -> str:
     used = {s.work.kind for _, spans in layer_pair(plan.timeline) for s in spans}
     items = "".join(
-        f'<li style="--c:{color}">{escape(kind)}</li>'
+        f'<li style="--c:{color}">{escape(label(kind))}</li>'
         for kind, color in COLORS.items()
         if kind in used or kind not in (HOST, IDLE)
     )

@@ -12,7 +12,7 @@ from moejax.model.flops import attention_flops, linear_flops_per_token
 from moejax.plan.cost import Timeline, simulate
 from moejax.plan.estimate import Memory, room
 from moejax.plan.hardware import Cluster
-from moejax.plan.operations import COLLECTIVE, HOST, IDLE, Done, Event, Loop, Work
+from moejax.plan.operations import COLLECTIVE, HOST, IDLE, MEMORY, Done, Event, Loop, Work
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,6 +144,11 @@ def traffic(plan: Plan) -> list[Traffic]:
         for role, kind, size in [at]
     ]
     return sorted(rows, key=lambda row: (-row.exposed, -row.busy))
+
+
+def label(name: str) -> str:
+    """Returns what a reader sees of a name that `exposed` gives."""
+    return "bound by memory" if name == MEMORY else name
 
 
 def exposed(plan: Plan) -> list[tuple[str, float]]:

@@ -11,7 +11,7 @@ from rich.text import Text
 from moejax.plan.advice import Way
 from moejax.plan.charts import GIB
 from moejax.plan.page import best_of, verdict
-from moejax.plan.plans import Plan, exposed, traffic
+from moejax.plan.plans import Plan, exposed, label, traffic
 from moejax.plan.search import Found, distinct, short
 from moejax.train import units
 
@@ -71,7 +71,7 @@ def time_table(plan: Plan) -> Table:
         if value > 2e-3 * plan.seconds:
             style = "yellow" if name.startswith("waiting") else ""
             shown = f"{100 * value / plan.seconds:.1f} %"
-            table.add_row(name, f"{value:.3f}", shown, style=style)
+            table.add_row(label(name), f"{value:.3f}", shown, style=style)
     return table
 
 

@@ -219,6 +219,20 @@ def confirm(
     return sorted(plans, key=lambda plan: (plan.over > 0, plan.seconds))
 
 
+def caveat(config: Config, base: Config) -> str:
+    """Returns what a found config computes otherwise than its base, in a sentence; "" if nothing.
+
+    Folds, microbatches and what is computed again change no result but by rounding.
+    """
+    sums = config.precision.accum_dtype
+    if sums == base.precision.accum_dtype:
+        return ""
+    return (
+        f"Gradients are summed over {config.train.microbatches} microbatches in {sums}, which "
+        f"rounds them; without that the best fold is at least {WORTH - 1:.0%} slower."
+    )
+
+
 def short(config: Config) -> str:
     """Returns a fold in a few words: "tp2 ep32 dp128 zero3, 16 microbatches, remat full"."""
     p = config.parallel

@@ -7,6 +7,7 @@ What is written down gives the same config again: flags to a command, a recipe t
 
 import dataclasses
 import json
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -52,8 +53,9 @@ def recipe_text(name: str, config: Config, where: str, base: Config, why: str) -
     gives `base`. `why` is the file's docstring. The training command takes the file as it is where
     it is called NAME.py."""
     found = differences(config, base) | {"name": name}
+    lines = [textwrap.fill(line, 96) for line in why.strip().splitlines()]
     return "\n".join([
-        f'"""{why.strip()}\n"""', "",
+        '"""' + "\n".join(lines), '"""', "",
         "from dataclasses import replace", "",
         "from moejax.config import Config, load_recipe", "", "",
         f"def {name}() -> Config:",
