@@ -28,6 +28,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import jax
+from jax.sharding import Mesh
 
 from moejax.config import REPOSITORY, Config
 from moejax.core.mesh import make_mesh
@@ -57,6 +58,8 @@ NO_COMPILER = (
     "(then .venv-gpu/bin/python), or: pip install 'moejax[gpu]'"
 )
 
+_WARNING = r"^W\d{4} [\d:.]+ +\d+ \S+\] (.*)"
+
 
 class CompileError(Exception):
     """The compiler gave up; the message says on what, as far as it says so itself."""
@@ -73,6 +76,8 @@ class Compiled:
     """Of "trace", "lower" and "compile"."""
     host_bytes: int
     """Most memory that the compiling process held."""
+    warnings: tuple[str, ...]
+    """What the compiler warned of, once each."""
     cached: bool
     """Whether it had been compiled before."""
 
@@ -118,17 +123,25 @@ def compile_step(
     if cached := (folder / "found.json").is_file():
         progress(f"compiled before: {folder.name}")
     else:
-        if not any(e.name.startswith("xla_cuda") for e in _plugins()):
+        plugins = importlib.metadata.entry_points(group="jax_plugins")
+        if not any(plugin.name.startswith("xla_cuda") for plugin in plugins):
             raise CompileError(NO_COMPILER)
         request = base64.b64encode(pickle.dumps((config, cluster, num_gpus, worst_case)))
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix="compiling-") as work:
             command = [sys.executable, "-m", "moejax.plan.compile", work]
-            supervise(command, request, Path(work), progress)
+            said = supervise(command, request, Path(work), progress)
+            made = Path(work, "found")
+            found = json.loads((made / "found.json").read_text())
+            found["warnings"] = list(dict.fromkeys(re.findall(_WARNING, said, re.MULTILINE)))
+            (made / "found.json").write_text(json.dumps(found, indent=1))
             shutil.rmtree(folder, ignore_errors=True)
-            os.rename(Path(work, "found"), folder)
+            os.rename(made, folder)
     found = json.loads((folder / "found.json").read_text())
-    return Compiled(folder, found["totals"], found["seconds"], found["host_bytes"], cached)
+    warnings = tuple(found["warnings"])
+    return Compiled(
+        folder, found["totals"], found["seconds"], found["host_bytes"], warnings, cached
+    )
 
 
 def key(config: Config, cluster: Cluster, num_gpus: int, worst_case: bool) -> str:
@@ -137,7 +150,7 @@ def key(config: Config, cluster: Cluster, num_gpus: int, worst_case: bool) -> st
     for section, leaves in LEAVES_NO_STEP.items():
         for leaf in leaves:
             del sections[section][leaf]
-    versions = [f"{d.name} {d.version}" for d in map(_distribution, ("jax", "jaxlib"))]
+    versions = [importlib.metadata.version(name) for name in ("jax", "jaxlib")]
     says = json.dumps([sections, str(cluster), num_gpus, worst_case, versions], default=str)
     hashed = hashlib.sha256(says.encode())
     for place in ("moejax", "pallas_kernels"):
@@ -148,22 +161,15 @@ def key(config: Config, cluster: Cluster, num_gpus: int, worst_case: bool) -> st
     return f"{config.name}-{cluster.name}x{num_gpus}-{hashed.hexdigest()[:16]}"
 
 
-def _distribution(name: str):
-    return importlib.metadata.distribution(name)
-
-
-def _plugins():
-    return importlib.metadata.entry_points(group="jax_plugins")
-
-
 def _unpacked(path: Path) -> str:
     return gzip.decompress(path.read_bytes()).decode()
 
 
 def supervise(
     command: list[str], request: bytes, work: Path, progress: Callable[[str], None]
-) -> None:
-    """Runs a compiling process, which is handed `request`, and tells `progress` what it prints.
+) -> str:
+    """Runs a compiling process, which is handed `request`, and tells `progress` what it prints;
+    returns its standard error.
 
     Raises ValueError where it printed "ValueError: ..", and CompileError where it fails otherwise.
     """
@@ -175,11 +181,10 @@ def supervise(
         "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
     }
     with open(work / "stderr", "w+") as errors:
-        running = subprocess.Popen(
+        with subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=child
-        )
-        assert running.stdin and running.stdout
-        with running:
+        ) as running:
+            assert running.stdin and running.stdout
             running.stdin.write(request)
             running.stdin.close()
             for line in running.stdout:
@@ -188,13 +193,15 @@ def supervise(
                     raise ValueError(said.removeprefix("ValueError: "))
                 progress(said)
         errors.seek(0)
-        if running.returncode:
-            raise CompileError(explain(errors.read(), work, running.returncode))
+        stderr = errors.read()
+    if running.returncode:
+        raise CompileError(explain(stderr, work, running.returncode))
+    return stderr
 
 
 def explain(stderr: str, work: Path, code: int) -> str:
     """Returns in a few lines what a compiler that ended with status `code` complained of: its
-    fatal lines, the instruction and the kernel where it says or shows them."""
+    fatal lines, and the instruction, the line of our source, the kernel, where it shows them."""
     fatal = r"LLVM ERROR|Check failed|ptxas (?:fatal|error)|ptxas .*: error|[A-Z_]{6,}: |\w+Error: "
     lines = [
         re.sub(r"^[EFW]\d{4} [\d:.]+ +\d+ ", "", line).strip()
@@ -205,8 +212,10 @@ def explain(stderr: str, work: Path, code: int) -> str:
     said = list(dict.fromkeys(lines))[-4:] or last or [f"it said nothing (exit status {code})"]
     if code < 0:
         said.append(f"ended by signal {-code}" + (" (out of memory?)" if code == -9 else ""))
-    if found := re.findall(r"%?[\w.-]+ = \w+\[[^\n]*?\w+\([^\n]*", stderr):
+    if found := re.findall(r"%[\w.-]+ = \(?\w+\[[^\n]*?[\w-]+\([^\n]*", stderr):
         said.append(f"instruction: {found[-1].strip()[:300]}")
+    if found := re.findall(r'File "[^"]*/((?:moejax|pallas_kernels)/[^"]*)", line (\d+)', stderr):
+        said.append(f"source: {found[-1][0]}:{found[-1][1]}")
     kernels = sorted(work.glob("*.resources.txt"), key=lambda path: path.stat().st_mtime_ns)
     if kernels and any("LLVM" in line or "ptxas" in line for line in said):
         said.append(f"kernel: {re.sub(r'_[0-9]+.resources.txt$', '', kernels[-1].name)}")
@@ -216,11 +225,15 @@ def explain(stderr: str, work: Path, code: int) -> str:
 def main(work: Path) -> None:
     """Compiles what standard input asks for; the result goes to the folder `work`/found."""
     config, cluster, num_gpus, worst_case = pickle.loads(base64.b64decode(sys.stdin.buffer.read()))
+    print("trace", flush=True)
+    began = time.monotonic()
     try:
-        lowered, seconds = lower(config, cluster, num_gpus, worst_case)
+        steps, mesh = make_steps(config, cluster, num_gpus)
     except ValueError as error:
         print(f"ValueError: {' '.join(str(error).split())}", flush=True)
         return
+    lowered, traced_at = lower(config, steps, mesh, worst_case)
+    seconds = {"trace": traced_at - began, "lower": time.monotonic() - traced_at}
     began, dump = time.monotonic(), work / "dump"
     options = {
         "xla_dump_to": str(dump), "xla_dump_hlo_as_text": True, "xla_dump_hlo_as_proto": False,
@@ -233,7 +246,7 @@ def main(work: Path) -> None:
     print(f"compiled in {seconds['compile']:.0f} s, {peak / 1e9:.1f} GB of memory here", flush=True)
     folder = work / "found"
     folder.mkdir()
-    texts = {"program": compiled.as_text()}
+    texts = {"program": compiled.as_text() or ""}
     for name, pattern in DUMPED.items():
         texts[name] = max(dump.glob(pattern), key=lambda path: path.stat().st_size).read_text()
     for name, text in texts.items():
@@ -243,26 +256,32 @@ def main(work: Path) -> None:
     (folder / "found.json").write_text(json.dumps(found, indent=1))
 
 
-def lower(config: Config, cluster: Cluster, num_gpus: int, worst_case: bool):
-    """Returns (the step lowered for the cluster, seconds by stage): as a run would make it."""
-    began = time.monotonic()
-    print("trace", flush=True)
+def make_steps(config: Config, cluster: Cluster, num_gpus: int) -> tuple[setup.Steps, Mesh]:
+    """Returns a run's steps on a cluster, and the mesh of its GPUs.
+
+    Raises ValueError where the fold, the batch or a dim does not fit.
+    """
     precision = config.precision
     if precision.compute_dtype == "auto":
         precision = dataclasses.replace(precision, compute_dtype="bfloat16")
     fold = config.fold_over(num_gpus)
     mesh = make_mesh(fold, cluster.devices(num_gpus))
-    steps = setup.make_steps(config, fold, mesh, precision)
+    return setup.make_steps(config, fold, mesh, precision), mesh
+
+
+def lower(
+    config: Config, steps: setup.Steps, mesh: Mesh, worst_case: bool
+) -> tuple[jax.stages.Lowered, float]:
+    """Returns (the step lowered for the cluster, the time at which it had been traced)."""
     step, layout = (
         (steps.again_step, steps.worst_case) if worst_case else (steps.train_step, steps.layout)
     )
     arguments = (layout.resting, setup.abstract_batch(config, layout))
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         traced = step.trace(*arguments)
-        middle = time.monotonic()
+        traced_at = time.monotonic()
         print("lower", flush=True)
-        lowered = traced.lower()
-    return lowered, {"trace": middle - began, "lower": time.monotonic() - middle}
+        return traced.lower(), traced_at
 
 
 if __name__ == "__main__":

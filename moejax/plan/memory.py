@@ -20,13 +20,15 @@ SCOPES = {
     "dispatch": "dispatch buffers", "combine": "dispatch buffers", "experts": "expert activations",
     "attend": "attention", "mlp": "mlp", "route": "router", "losses": "router", "drop": "router",
     "loss": "logits and loss", "unembed": "logits and loss", "embed": "embedding",
-    "block": "residual stream", "predict_ahead": "residual stream", "accumulate": "gradients",
+    "block": "residual stream", "predict_ahead": "residual stream", "accumulate": "gradient sums",
     "apply_update": "update",
 }  # fmt: skip
+"""Scope -> kind. "gradients": of one microbatch; "gradient sums": over those of the step."""
 ROLES = {"zero gather": "gathered weights", "zero reduce": "gradients"}
-CARRIED = ("gradients", "saved activations", "weights, copied", "gathered weights")
+CARRIED = ("gradient sums", "gradients", "saved activations", "weights, copied", "gathered weights")
 """Kinds that say most where a place has several: what loops carry comes first."""
 UNUSED = "fragmentation"
+PARAMETER = "parameter"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,12 +83,12 @@ def account(text: str, assignment: str, live: str) -> Memory:
             _add(leaves, name, one.size)
         elif one.role == "output":
             _add(kinds[one.color == HOST_COLOR], "outputs", one.size)
-    account = _Account(module)
+    naming = _Account(module)
     peaks = []
     for one in found:
         if one.role == "temp":
             step, pieces = buffers.peak_of(one, when)
-            made = [(account.named(piece), piece) for piece in pieces]
+            made = [(naming.named(piece), piece) for piece in pieces]
             for buffer, _ in made:
                 _add(kinds[one.color == HOST_COLOR], buffer.kind, buffer.bytes)
             _add(kinds[one.color == HOST_COLOR], UNUSED, one.size - sum(b.bytes for b, _ in made))
@@ -99,13 +101,10 @@ def account(text: str, assignment: str, live: str) -> Memory:
     for _, _, made in peaks:
         for buffer, piece in made:
             if buffer.kind == "saved activations":
-                _add(saved, account.saved_as(piece), buffer.bytes)
+                _add(saved, naming.saved_as(piece), buffer.bytes)
     at = when.order[step] if step < len(when.order) else main.values[0].instruction
     live_then = tuple(sorted(everything, key=lambda buffer: -buffer.bytes))
-    return Memory(kinds[0], kinds[1], leaves, saved, at, account.where(at), live_then)
-
-
-PARAMETER = "parameter"
+    return Memory(kinds[0], kinds[1], leaves, saved, at, naming.where(at), live_then)
 
 
 def _host(allocation: Allocation) -> bool:
@@ -142,6 +141,11 @@ class _Account:
         self.loops: dict[str, hlo.Instruction] = {}
         """Body of a loop -> the loop."""
         self._enter(self.module.entry, Context())
+        self.weights = [
+            sorted(one.shapes[0].dims)
+            for one in self.module.computations[self.module.entry]
+            if one.opcode == PARAMETER and one.op_name.startswith("state.params")
+        ]
 
     def _enter(self, computation: str, context: Context) -> None:
         self.contexts[computation] = context
@@ -209,7 +213,8 @@ class _Account:
         if "broadcast" in first.name or first.opcode == "broadcast":
             stacked = bool(shape.dims) and 0 <= shape.dims[0] - context.trips <= 2
             if context.name == "microbatches":
-                return "other" if stacked else "gradients"
+                mine = sorted(shape.dims) in self.weights
+                return "gradient sums" if mine or not stacked else "other"
             if context.name == "layers" and stacked:
                 return "gradients" if context.phase == "backward" else "saved activations"
             if context.phase == "backward" and not stacked and context.name == "loss":
@@ -245,8 +250,25 @@ class _Account:
             return found
         if self._reduced(one):
             return "gradients"
+        if "broadcast" in one.name and (loop := self._started(one)):
+            context = self.contexts.get(loop.calls, context)
+            if context.name in SCOPES:
+                return SCOPES[context.name]
         name, phase = self.places.place(one, context)
         return SCOPES.get(name, "update" if phase == "update" else "other")
+
+    def _started(self, one: hlo.Instruction) -> hlo.Instruction | None:
+        """The loop whose carry starts from a value."""
+        for _ in range(4):
+            users = self.module.users.get(one.name, ())
+            for user in users:
+                if user.opcode == "while":
+                    return user
+            through = ("tuple", "copy", "bitcast", "get-tuple-element")
+            one, last = next((user for user in users if user.opcode in through), one), one
+            if one is last:
+                return None
+        return None
 
     def _of_weights(self, one: hlo.Instruction) -> bool:
         """Whether it only lays an argument's weights out anew, or casts them."""

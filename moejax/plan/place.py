@@ -123,8 +123,8 @@ class Places:
         """Returns (name, phase) of an instruction in a loop."""
         path = self.path(instruction)
         name, phase = stop_of(path), phase_of(path) if path else context.phase
-        if name in ("", "loss"):
-            name = BETWEEN.get(context.name, name or context.name)
+        if not name or (name == "loss" and context.name == "layers"):
+            name = BETWEEN.get(context.name, context.name)
         if context.name == "microbatches" and phase == "update":
             phase = "backward"  # gradients are added up
         elif phase == "update":

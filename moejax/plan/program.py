@@ -32,6 +32,8 @@ SKIPPED = {
     *("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "partition-id"),
     *("replica-id", "after-all", "opt-barrier", "iota", "add-dependency"),
 }
+FLOPS_A_BYTE = 300
+"""What a GPU does of either in the same time, about: it orders lists by importance."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +43,8 @@ class Program:
     events: tuple[Event, ...]
     kernels: dict[str, float]
     """Our kernels by name: calls a step."""
+    again: dict[str, float]
+    """FLOPs by name that XLA's own rematerialisation computes a second time, short of memory."""
     notes: tuple[str, ...]
     """What the program leaves open, and how it was taken."""
 
@@ -66,7 +70,7 @@ def read(
     walk = _Walk(module, Reader(module, cluster.domain, rows), window)
     events = walk.events(module.entry, 1, Context())
     notes = [f"experts' rows: {rows:,.0f} a device and microbatch, an even load"] * (rows < 1e18)
-    return Program(events, walk.kernels, (*notes, *dict.fromkeys(walk.notes)))
+    return Program(events, walk.kernels, walk.again, (*notes, *dict.fromkeys(walk.notes)))
 
 
 @dataclasses.dataclass
@@ -75,6 +79,7 @@ class _Walk:
     reader: Reader
     window: int
     kernels: dict[str, float] = dataclasses.field(default_factory=dict)
+    again: dict[str, float] = dataclasses.field(default_factory=dict)
     notes: list[str] = dataclasses.field(default_factory=list)
 
     def events(self, computation: str, times: float, context: Context) -> tuple[Event, ...]:
@@ -96,6 +101,8 @@ class _Walk:
                 found.append(Done(one.operands[0]))
             elif work := self.reader.work(one, context):
                 self.count(one, times)
+                if work.flops and self.reader.again(one):
+                    self.again[work.name] = self.again.get(work.name, 0) + times * work.flops
                 beside = one.opcode.endswith("-start")
                 found.append(Start(work, one.name) if beside else Run(work))
             elif one.opcode.endswith("-start"):
@@ -229,23 +236,24 @@ class Row:
     wire: float
     """Bytes that a GPU sends in all of them."""
     inside: tuple[str, ...]
-    """What runs between start and done: kind and name, the most FLOPs and bytes first."""
+    """What runs between start and done: kind and name, the longest first."""
 
 
 def collectives(program: Program) -> list[Row]:
     """Returns the collectives of a step, the most bytes first."""
-    found: dict[tuple, list] = {}
+    found: dict[Row, tuple[float, float, dict[str, float]]] = {}
     for work, times, beside, inside in _spans(program.events, 1):
-        key = (work.role, work.collective, work.phase, work.group, beside)
-        kept = found.setdefault(key, [0.0, 0.0, {}])
-        kept[0] += times
-        kept[1] += times * work.wire
+        alike = Row(work.role, work.collective, work.phase, work.group, beside, 0, 0, ())
+        count, wire, sizes = found.setdefault(alike, (0.0, 0.0, {}))
+        found[alike] = count + times, wire + times * work.wire, sizes
         for one in inside:
             name = f"{one.kind} {one.name}"
-            kept[2][name] = kept[2].get(name, 0.0) + times * (one.bytes + one.flops / 300)
+            sizes[name] = sizes.get(name, 0.0) + times * (one.bytes + one.flops / FLOPS_A_BYTE)
     rows = [
-        Row(*key, count, wire, tuple(sorted(inside, key=lambda name: -inside[name])))
-        for key, (count, wire, inside) in found.items()
+        dataclasses.replace(
+            row, count=count, wire=wire, inside=tuple(sorted(sizes, key=lambda n: -sizes[n]))
+        )
+        for row, (count, wire, sizes) in found.items()
     ]
     return sorted(rows, key=lambda row: -row.wire)
 

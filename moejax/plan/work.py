@@ -8,6 +8,7 @@ slice, and an update of one as the update.
 import dataclasses
 import math
 import re
+from collections.abc import Iterable
 
 from moejax.plan.hlo import HOST_SPACE, Instruction, Module, Shape
 from moejax.plan.operations import (
@@ -58,6 +59,7 @@ class Reader:
 
     def __post_init__(self):
         self.places = Places(self.module)
+        self.copies = _copies(self.module.by_name)
 
     def work(self, instruction: Instruction, context: Context) -> Work | None:
         """Returns what it costs; None: nothing."""
@@ -85,8 +87,7 @@ class Reader:
 
     def again(self, instruction: Instruction) -> bool:
         """Whether XLA's rematerialisation put it there a second time."""
-        first, again, _ = instruction.name.partition(".remat")
-        return bool(again) and first in self.module.by_name
+        return instruction.name in self.copies
 
     def _all(self, instruction: Instruction) -> list[Instruction]:
         reached = self.module.reached(instruction.calls) if instruction.calls else ()
@@ -284,6 +285,22 @@ class Reader:
         first = members[0] // self.domain
         local = sum(member // self.domain == first for member in members)
         return Group(len(members), local), axes
+
+
+def _copies(names: Iterable[str]) -> set[str]:
+    """The instructions that XLA's rematerialisation copied: "x.remat2" beside "x" or "x.remat".
+
+    >>> sorted(_copies(["x", "x.remat2", "y.remat", "y.remat3", "z.remat"]))
+    ['x.remat2', 'y.remat3']
+    """
+    found: dict[str, list[str]] = {}
+    for name in names:
+        found.setdefault(name.partition(".remat")[0], []).append(name)
+    copies = set()
+    for first, alike in found.items():
+        keeps = first if first in alike else alike[0]
+        copies |= {name for name in alike if name != keeps}
+    return copies
 
 
 def _first_iota(found: re.Match) -> list[int]:
