@@ -28,15 +28,15 @@ def attend(made: Made, model: ModelConfig, window: int) -> None:
     _core(made, model, window)
     made.product("attend", T, D, cfg.num_heads * cfg.value_dim / tp)
     made.collective("attend", "reduce_scatter", "tp", "tp", 2 * T * D)
-    made.memory("norm", 3 * 2 * t * D, 0)  # the residual's sum; its gradient is passed on
+    made.memory("block", 3 * 2 * t * D, 0)  # the residual's sum; its gradient is passed on
 
 
 def norm(made: Made, elements: float, flops: float = 0.0) -> None:
     """Adds an RMSNorm of so many 16-bit elements."""
     if made.ours:  # one pass for the mean, one for the rest; backward two sums, and float32
-        made.memory("norm", 3 * 2 * elements, 9 * 2 * elements, "norm", flops=flops)
+        made.memory("block", 3 * 2 * elements, 9 * 2 * elements, "norm", flops=flops)
     else:
-        made.memory("norm", 2 * 2 * elements, 4 * 2 * elements, "norm", flops=flops)
+        made.memory("block", 2 * 2 * elements, 4 * 2 * elements, "norm", flops=flops)
 
 
 def _latents(made: Made, model: ModelConfig) -> None:

@@ -10,7 +10,7 @@ chosen by comparing a whole step with a published one.
 
 import dataclasses
 from collections.abc import Iterable
-from math import ceil
+from math import ceil, log2
 from typing import NamedTuple
 
 from moejax.plan.hardware import Cluster
@@ -37,12 +37,13 @@ SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "fp4": 0.5625}
 # Products of [m, k] and [k, n] run at peak * SUSTAINED * k / (k + LOST). LOST is the length k that
 # would pass while a tile is begun and written. Hopper, FP8: the README of DeepGEMM (H800, NVCC
 # 12.8) has 590, 990, 1025, 1304 and 1358 TFLOPS at k = 512, 1536, 2048, 7168 and 16384, which 0.71
-# and 700 give within 6 %. Its BF16 steps take twice as long, so half of it is lost; 0.75 gives the
-# 716 TFLOPS of cuBLAS at 8192 cubed ("Outperforming cuBLAS on H100: a Worklog", 2024).
+# and 700 give within 6 %. Its BF16 steps take twice as long, so half of it is lost; 0.80 gives 707
+# and 744 at 4096 and 8192 cubed, where cuBLAS reaches 716 and 795 (the README of
+# pranjalssh/fast.cu) and 780 at its best shape ("H100 peak matmul FLOPS", a gist of Chillee).
 # Blackwell's tensor cores lose no more, at the clock that power leaves them: cuBLAS on a B200 keeps
-# them 96.6 % busy at 8192 cubed, and reaches 1,610 TFLOPS ("Matmul (Blackwell)", the Tilus tutorial;
-# Modular measures 1,763). FP8 and FP4 as Hopper's FP8: the time lost to a tile is the same.
-SUSTAINED = {9: {"bfloat16": 0.75, "fp8": 0.71}, 10: {"bfloat16": 1.0, "fp8": 1.0, "fp4": 1.0}}
+# them 96.6 % busy at 8192 cubed, and reaches 1,610 TFLOPS ("Matmul (Blackwell)", the tutorial of
+# Tilus; Modular measures 1,763). FP8 and FP4 as Hopper's FP8: the time lost to a tile is the same.
+SUSTAINED = {9: {"bfloat16": 0.80, "fp8": 0.71}, 10: {"bfloat16": 1.0, "fp8": 1.0, "fp4": 1.0}}
 PER_WATT = {9: float("inf"), 10: 1610e12 / 0.966 / 1000}
 """BF16 FLOP/s that a watt buys: what those cores could do on a B200 (1,000 W), which bounds the
 clock. Hopper's bound is in its rates above, all measured at 700 W."""
@@ -57,8 +58,8 @@ ATTENTION_RATES = {
     10: ((1324e12, 1698e12), (1083e12, 1298e12)),
 }
 NARROW = 0.75
-"""Rate of heads 64 wide over that of wider ones: 497 and 648 TFLOPS at 16k, causal forward
-(FlashAttention-3, 2024, figure 5)."""
+"""Rate of heads 64 wide over that of 128: 497 and 648 TFLOPS forward at 16k (FlashAttention-3,
+2024, figure 5)."""
 
 # Share of peak memory bandwidth. Hopper: 84 % of 3.35 TB/s for coalesced loads ("GPU Memory
 # Bandwidth: What Your Profiler Isn't Telling You", 2026); STREAM reaches 92 %. Blackwell: an MXFP8
@@ -82,12 +83,15 @@ NEAR = {
     9: {"ring": 0.80, "all_to_all": 0.72, "fused_all_to_all": 0.91},
     10: {"ring": 0.80, "all_to_all": 0.58, "fused_all_to_all": 0.74},
 }
-"""NVLink. "ring": nccl-tests on 8 H100s, all_gather, 360 of 450 GB/s."""
+"""NVLink. "ring": what NCCL itself counts on (src/graph/topo.h): 20.6 of a Hopper link's 25 GB/s,
+40.1 of a Blackwell link's 50."""
 FAR = {"ring": 0.92, "all_to_all": 0.86, "fused_all_to_all": 0.80}
 """The network. "ring": 46 of 50 GB/s an adapter ("you should see 46-48 GB/s per NIC",
 NVIDIA/nccl-tests#290)."""
 HOP, FAR_HOP = 1.9 * MICRO, 4.0 * MICRO
 """Latency of a ring's step on NVLink and on the network (NCCL, src/graph/tuning.cc, LL128)."""
+BRANCH, FAR_BRANCH = 1.2 * MICRO, 8.5 * MICRO
+"""The same of a tree's (ibidem), by which NCCL sums what is small."""
 HOST_LINK = 0.85
 """Share of PCIe's or NVLink-C2C's bandwidth that a large copy reaches: 54 of 64 GB/s (NVIDIA's
 bandwidthTest on PCIe 5)."""
@@ -177,8 +181,10 @@ def _collective(work: Work, cluster: Cluster) -> float:
         # Each domain's members carry a ring's crossings together, an adapter each.
         inside = work.wire / (cluster.nvlink * near["ring"]) if group.local > 1 else 0.0
         across = work.wire / group.local / (cluster.network * FAR["ring"]) if domains > 1 else 0.0
-        turns = 2 if work.collective == "all_reduce" else 1
-        hops = turns * ((group.size - domains) * HOP + (domains - 1) * FAR_HOP)
+        hops = (group.size - domains) * HOP + (domains - 1) * FAR_HOP
+        if work.collective == "all_reduce":
+            tree = (group.local - 1) * BRANCH + log2(domains) * FAR_BRANCH
+            hops = 2 * min(hops, tree)
         return max(inside, across) + max(hops, _latency(cluster, domains))
     kind = "fused_all_to_all" if work.collective == "fused_all_to_all" else "all_to_all"
     far = work.wire * (group.size - group.local) / (group.size - 1)
@@ -191,9 +197,9 @@ def _latency(cluster: Cluster, domains: float) -> float:
 
 
 COMPUTE, COMMUNICATION, COPIES = LANES = ("compute", "communication", "host")
-STOLEN_CORES = 20
-"""Cores that communication takes from compute while both run: DeepEP's default, whose cost the
-Megatron Core MoE paper puts at about 20 % of the matmuls' speed on 132 of them."""
+BESIDE = 0.8
+"""Speed of compute beside communication, which takes cores from it: DeepEP's 20 cores cost the
+matmuls about 20 % (the Megatron Core MoE paper)."""
 
 
 class Key(NamedTuple):
@@ -294,8 +300,7 @@ class _Player:
             self._expose(work, length)
 
     def _slowed(self, start: float, length: float) -> float:
-        """Returns how long compute takes from `start` on, with the cores that are left to it."""
-        slow = 1 - STOLEN_CORES / self.cluster.gpu.cores
+        """Returns how long compute takes from `start` on."""
         now, left = start, length
         for begin, end in self.talking:
             if end <= now:
@@ -304,8 +309,8 @@ class _Player:
             now, left = now + alone, left - alone
             if left <= 0 or now < begin:
                 break
-            done = min(left, (end - now) * slow)
-            now, left = now + done / slow, left - done
+            done = min(left, (end - now) * BESIDE)
+            now, left = now + done / BESIDE, left - done
         return now + left - start
 
     def _start(self, work: Work, key: str) -> None:

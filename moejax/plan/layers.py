@@ -1,13 +1,12 @@
 """The layers of an analytic plan: dense MLP or experts behind attention, forward and backward."""
 
-import dataclasses
 from typing import NamedTuple
 
 from moejax.model.config import ModelConfig
 from moejax.plan.attend import TINY, attend, norm
 from moejax.plan.hardware import Cluster
-from moejax.plan.operations import MEMORY, Group, Loop, Run, Work
-from moejax.plan.pieces import Made, Piece
+from moejax.plan.operations import COLLECTIVE, MEMORY, Group, Loop, Run, Work
+from moejax.plan.pieces import Made, Piece, ring
 from moejax.plan.setup import Setup
 
 
@@ -32,24 +31,24 @@ def make_layer(setup: Setup, cluster: Cluster, kind: str) -> Layer:
     attend(made, model, model.attention.window if kind.islower() else 0)
     norm(made, setup.here * model.dim)
     if kind.upper() == "D":
-        _mlp(made, model, "mlp", model.ffn_dim, "mlp")
-        made.memory("norm", 6 * setup.here * model.dim, 0)
+        _mlp(made, model, model.ffn_dim, "mlp")
+        made.memory("block", 6 * setup.here * model.dim, 0)
         return Layer(made.take())
     _route(made, model)
     if model.moe.shared_ffn_dim:
-        _mlp(made, model, "shared", model.moe.shared_ffn_dim, "shared", "moe")
+        _mlp(made, model, model.moe.shared_ffn_dim, "shared", "moe")
     return _experts(made, model)
 
 
-def _mlp(made: Made, model: ModelConfig, name: str, width: float, *tags: str) -> None:
+def _mlp(made: Made, model: ModelConfig, width: float, *tags: str) -> None:
     """Adds a dense gated MLP."""
     setup, D = made.setup, model.dim
     T, wide = setup.tokens, setup.tokens * width / setup.tp
-    made.collective(name, "all_gather", "tp", "tp", 2 * T * D, *tags)
-    made.product(name, T, 2 * width / setup.tp, D, *tags)
-    made.memory(name, 6 * wide, 10 * wide, *tags)
-    made.product(name, T, D, width / setup.tp, *tags, again=not made.ours)
-    made.collective(name, "reduce_scatter", "tp", "tp", 2 * T * D, *tags, again=not made.ours)
+    made.collective("mlp", "all_gather", "tp", "tp", 2 * T * D, *tags)
+    made.product("mlp", T, 2 * width / setup.tp, D, *tags)
+    made.memory("mlp", 6 * wide, 10 * wide, *tags)
+    made.product("mlp", T, D, width / setup.tp, *tags, again=not made.ours)
+    made.collective("mlp", "reduce_scatter", "tp", "tp", 2 * T * D, *tags, again=not made.ours)
 
 
 def _route(made: Made, model: ModelConfig) -> None:
@@ -59,6 +58,16 @@ def _route(made: Made, model: ModelConfig) -> None:
     made.memory("route", (16 if made.ours else 8) * t * E, 12 * t * E, "moe")
     if made.ours:  # balance losses
         made.memory("losses", 12 * t * E, 4 * t * E)
+        group = made.setup.group("dp", made.cluster)
+        if group.size > 1:
+            made.add([_load(E, group)], [])
+
+
+def _load(experts: int, group: Group) -> Work:
+    """The sum of the experts' loads over all tokens."""
+    wire = ring("all_reduce", 4 * experts, group)
+    return Work("losses", COLLECTIVE, collective="all_reduce", role="metrics", wire=wire,
+                group=group)  # fmt: skip
 
 
 def _experts(made: Made, model: ModelConfig) -> Layer:
@@ -80,7 +89,10 @@ def _experts(made: Made, model: ModelConfig) -> Layer:
     made.memory("dispatch", 4 * rows * width, 4 * rows * width, "moe")  # by local expert
     each, ffn = rows / groups, moe.ffn_dim / setup.etp
     made.grouped("experts", groups, each, 2 * ffn, width, "moe")
-    made.memory("experts", 6 * rows * ffn, 10 * rows * ffn, "moe_act", "moe")
+    if not made.ours:  # whose grouped kernels have the activation in them
+        made.memory("experts", 6 * rows * ffn, 10 * rows * ffn, "moe_act", "moe")
+    if moe.bias:  # the second one is weighted; their gradients are sums over rows
+        made.memory("experts", 4 * rows * width, 2 * rows * (width + 2 * ffn), "moe")
     lazy = not made.ours  # outputs of experts are not needed again, and torch computes them
     made.grouped("experts", groups, each, width, ffn, "moe", again=lazy)
     made.memory("combine", 4 * rows * width, 4 * rows * width, "moe", again=lazy)
@@ -93,7 +105,7 @@ def _experts(made: Made, model: ModelConfig) -> Layer:
         made.memory("combine", size, size, "moe", again=lazy)
     if moe.latent_dim:
         made.product("combine", t, model.dim, width, "moe", again=lazy)
-    made.memory("norm", 6 * t * model.dim, 0)
+    made.memory("block", 6 * t * model.dim, 0)
     return Layer(before, there, inside, back, made.take())
 
 
@@ -108,9 +120,9 @@ def _sort(made: Made, model: ModelConfig, slots: float) -> None:
     small = [Work("dispatch", MEMORY, bytes=16 * slots) for _ in range(12)]
     room = Work("dispatch", MEMORY, bytes=2 * budget * slots * width)  # zeros where rows arrive
     copies = Work("dispatch", MEMORY, bytes=4 * slots * width)
-    back = dataclasses.replace(room, name="combine")
-    made.add([search, *small, copies, room], [copies, back], "moe")
-    made.memory("combine", 2 * slots * width, 2 * slots * width, "moe", again=False)
+    made.add([search, *small, copies, room], [copies, room], "moe")
+    empty = 2 * slots * width  # and where they come back
+    made.memory("combine", empty, empty, "moe", again=False)
 
 
 def _travel(made: Made, name: str, width: float, *tags: str, again=True) -> None:

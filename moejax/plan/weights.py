@@ -44,13 +44,24 @@ def stage_params(setup: Setup) -> tuple[float, float]:
     return dense, sum(experts for _, experts in each) / (setup.pp * setup.ep * setup.etp)
 
 
+def resting_params(setup: Setup, cluster: Cluster, split: bool) -> tuple[float, float]:
+    """Returns `stage_params`, or, split over data-parallel ranks, a GPU's share of them."""
+    dense, experts = stage_params(setup)
+    if not split:
+        return dense, experts
+    return (
+        dense / setup.group("dp", cluster).size,
+        experts / setup.group("edp", cluster).size,
+    )
+
+
 def _gather(setup: Setup, cluster: Cluster, axis: str, size: float, phase: str) -> Work:
     group = setup.group(axis, cluster)
     kind, role = ("all_gather", "zero gather")
     if phase == "reduce":
         kind, role = ("reduce_scatter" if setup.zero else "all_reduce"), "zero reduce"
     return Work(
-        "weights", COLLECTIVE, "backward" if phase == "reduce" else phase, collective=kind,
+        role, COLLECTIVE, "backward" if phase == "reduce" else phase, collective=kind,
         role=role, wire=ring(kind, size, group), group=group,
     )  # fmt: skip
 
@@ -64,13 +75,12 @@ def layer_weights(setup: Setup, cluster: Cluster, layer: Layer, phase: str) -> t
     dense, experts = layer_params(setup.model, kind)
     dense, experts = dense / setup.tp, experts / (setup.ep * setup.etp)
     found = []
-    for axis, params in (("dp", dense), ("edp", experts)):
-        size = setup.group(axis, cluster).size
-        rest = size if setup.zero == 3 else 1
+    for axis, params, arrays in (("dp", dense, _arrays(setup.model, kind)), ("edp", experts, 2)):
+        rest = setup.group(axis, cluster).size if setup.zero == 3 else 1
         if not params:
             continue
         if phase == "reduce":
-            # float32 gradients; then into the stack of all layers'.
+            # float32 gradients, which are reduced together; then into the stack of all layers'.
             found.append(_memory(6 * params, "backward"))
             if rest > 1:
                 found.append(_gather(setup, cluster, axis, 4 * params, phase))
@@ -78,12 +88,19 @@ def layer_weights(setup: Setup, cluster: Cluster, layer: Layer, phase: str) -> t
             continue
         found.append(_memory(6 * params / rest, phase))
         if rest > 1:
-            found.append(_gather(setup, cluster, axis, 2 * params, phase))
+            found += [_gather(setup, cluster, axis, 2 * params / arrays, phase)] * arrays
     return tuple(Run(work) for work in found)
 
 
+def _arrays(model: ModelConfig, kind: str) -> int:
+    """Returns in how many gathers the weights that dp shares come: as they are used, one after the
+    other."""
+    attention = 2 if model.attention.kind == "gqa" else 4
+    return attention + 1 + (2 if kind == "D" or model.moe.shared_ffn_dim else 0)
+
+
 def _memory(size: float, phase: str) -> Work:
-    return Work("weights", MEMORY, phase, bytes=size)
+    return Work("block", MEMORY, phase, bytes=size)
 
 
 def gather_once(setup: Setup, cluster: Cluster) -> list[Work]:
@@ -95,6 +112,15 @@ def gather_once(setup: Setup, cluster: Cluster) -> list[Work]:
         for axis, params in (("dp", dense), ("edp", experts))
         if setup.group(axis, cluster).size > 1 and setup.zero
     ]
+
+
+def accumulate(setup: Setup, cluster: Cluster) -> tuple[Event, ...]:
+    """Returns what moejax does to the gradients of a microbatch: zeros, into which the layers write
+    theirs, and the sum with those of the microbatches before it, in float32."""
+    if setup.software != "moejax" or setup.microbatches == 1:
+        return ()
+    resting = sum(resting_params(setup, cluster, setup.zero == 3))
+    return (Run(Work("accumulate", MEMORY, "backward", bytes=(4 + 12) * resting)),)
 
 
 def reduce_once(setup: Setup, cluster: Cluster) -> list[Work]:
@@ -111,8 +137,7 @@ def update(setup: Setup, cluster: Cluster) -> tuple[Event, ...]:
     """Returns the norm and the update: gradient, master and two moments in float32 are read, the
     last three written; and the weights' casts to 8 bits, both ways round, which are kept."""
     dense, experts = stage_params(setup)
-    shares = [params / (setup.group(axis, cluster).size if setup.zero else 1)
-              for axis, params in (("dp", dense), ("edp", experts))]  # fmt: skip
+    shares = resting_params(setup, cluster, setup.zero > 0)
     works = [Work("update", MEMORY, "update", bytes=(4 + 16 + 12 + 2) * sum(shares))]
     if setup.dtype == "fp8":
         works.append(Work("update", MEMORY, "update", bytes=(2 + 2) * (dense + experts)))
@@ -125,7 +150,7 @@ def embed(setup: Setup, cluster: Cluster) -> tuple[Piece, ...]:
     T, D, local = setup.tokens, model.dim, model.padded_vocab / setup.tp
     whole = 2 * model.dim * local if made.ours else 0.0
     if made.ours and setup.zero == 3:
-        made.collective("weights", "all_gather", "zero gather", "dp", whole)
+        made.collective("embed", "all_gather", "zero gather", "dp", whole)
     # moejax's gradient is an array of the whole vocabulary, filled with zeros and summed up.
     made.memory("embed", 4 * T * D + whole, 8 * T * D + 6 * whole)
     made.collective("embed", "reduce_scatter", "tp", "tp", 2 * T * D)
@@ -155,8 +180,8 @@ def head(setup: Setup, cluster: Cluster) -> tuple[Piece, ...]:
         made.memory("loss", 2 * 2 * T * V, 2 * 2 * T * V)
         return made.take()
     if setup.zero == 3:
-        made.memory("weights", 6 * V * D / setup.dp, 0)
-        made.collective("weights", "all_gather", "zero gather", "dp", 2 * V * D)
+        made.memory("unembed", 6 * V * D / setup.dp, 0)
+        made.collective("unembed", "all_gather", "zero gather", "dp", 2 * V * D)
     chunk = min(CHUNK, T)
     for _ in range(max(round(T / chunk), 1)):
         logits, size = 2 * chunk * V * D, 2 * (chunk * D + V * D)
