@@ -50,7 +50,8 @@ def test_candidates_cover_every_fold_that_there_is():
 def test_all_that_is_ranked_fits_and_the_fastest_is_first():
     ranked = found().ranked
     assert ranked and found().counts["fit and are priced"] == len(ranked)
-    assert [c.seconds for c in ranked] == sorted(c.seconds for c in ranked)
+    times = [round(c.seconds, 4) for c in ranked]  # of equal ones that of least memory
+    assert times == sorted(times)
     for one in ranked[:: max(len(ranked) // 40, 1)]:
         fold = one.config.fold_over(4)
         assert fold.degree("dp") * fold.degree("tp") == 4
