@@ -138,10 +138,11 @@ def _plan(
 
 
 def _ways(plan: Plan) -> list[Way]:
-    """The ways out of what exceeds the GPU: the step itself, or else the one that runs again."""
-    if not plan.over:
+    """The ways out, where a plan does not fit; where none suits the step that runs an overflowed
+    batch again, those of the step alone."""
+    if plan.fits:
         return []
-    return ways(plan, worst_case=plan.memory.total <= plan.room)
+    return ways(plan) or ways(dataclasses.replace(plan, again=None))
 
 
 def _report(chosen: Options, plans: list[Plan], shown: list[Plan], console: Console) -> int:

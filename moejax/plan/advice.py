@@ -40,19 +40,22 @@ class Way:
     """Of a step."""
 
 
-def ways(plan: Plan, *, worst_case: bool = False) -> list[Way]:
+def ways(plan: Plan) -> list[Way]:
     """Returns changes under which the plan fits by the estimate, the cheapest first.
 
     On the plan's own cluster single settings; where none is enough, pairs, then threes; of each
     the smallest change that is enough. Beside these, more GPUs and larger ones. The estimate is
-    corrected by what the compiler found of this plan, where it was compiled. `worst_case`: the
-    step that runs an overflowed batch again has to fit.
+    corrected by what the compiler found of this plan, where it was compiled. Where the plan has
+    looked at the step that runs an overflowed batch again, that has to fit as well.
     """
     own, gpus = plan.cluster, plan.num_gpus
-    known = estimate(plan.config, plan.config.fold_over(gpus), worst_case=worst_case)
-    measured = plan.again if worst_case and plan.again else plan.memory
-    need = _Need(plan.config, max(measured.total / known.total, 1.0), worst_case)
-    settings = list(_settings(plan.config, gpus))
+    fold = plan.config.fold_over(gpus)
+    need = _Need(
+        plan.config,
+        _excess(plan.memory, estimate(plan.config, fold)),
+        _excess(plan.again, estimate(plan.config, fold, worst_case=True)) if plan.again else None,
+    )
+    settings = list(_settings(plan.config, gpus, plan.again is not None))
     found: list[_Fit] = []
     for many in (1, 2, 3):
         sets = (_together(some) for some in itertools.combinations(settings, many))
@@ -86,8 +89,10 @@ class _Need:
     """What a change has to bring down."""
 
     config: Config
-    factor: float
-    worst_case: bool
+    excess: float
+    """What the compiler needs more than the estimate, as a factor."""
+    excess_again: float | None
+    """The same of the step that runs a batch again; None: that need not fit."""
 
     def fit(self, values: dict[str, Any], cluster: Cluster, num_gpus: int) -> _Fit | None:
         """Returns the change if it can run and fits."""
@@ -96,11 +101,17 @@ class _Need:
             memory = weigh(config, num_gpus)
         except ValueError:
             return None
-        if self.worst_case:
-            memory = estimate(config, config.fold_over(num_gpus), worst_case=True)
-        if memory.total * self.factor > room(cluster):
+        if memory.total * self.excess > room(cluster):
             return None
+        if self.excess_again is not None:
+            again = estimate(config, config.fold_over(num_gpus), worst_case=True)
+            if again.total * self.excess_again > room(cluster):
+                return None
         return _Fit(values, config, cluster, num_gpus, memory)
+
+
+def _excess(found: Memory, known: Memory) -> float:
+    return max(found.total / known.total, 1.0)
 
 
 def _together(some: Iterable[dict[str, Any]]) -> dict[str, Any]:
@@ -151,7 +162,7 @@ def _typed(config: Config, values: dict[str, Any]) -> str:
     return " ".join(f"--config.{k}={v}" for k, v in shown.items() if values[k] != before[k])
 
 
-def _settings(config: Config, num_gpus: int) -> Iterator[dict[str, Any]]:
+def _settings(config: Config, num_gpus: int, again: bool) -> Iterator[dict[str, Any]]:
     """Yields the leaves of each change that keeps the cluster, of a kind the smallest first."""
     parallel, model, train = config.parallel, config.model, config.train
     if model.remat != "full":
@@ -165,6 +176,10 @@ def _settings(config: Config, num_gpus: int) -> Iterator[dict[str, Any]]:
             yield {"train.microbatches": count}
     for ep in divisors(num_gpus):
         if ep > parallel.ep and model.moe.num_experts % ep == 0:
+            yield {"parallel.ep": ep, "parallel.edp": 0}
+    # The worst case has room for all rows of ep ranks: fewer ranks, fewer rows.
+    for ep in divisors(num_gpus)[::-1] if again else ():
+        if ep < parallel.ep:
             yield {"parallel.ep": ep, "parallel.edp": 0}
     for tp in (2, 4, 8):
         if tp > parallel.tp and num_gpus % tp == 0:

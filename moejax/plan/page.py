@@ -95,8 +95,18 @@ def verdict(plan: Plan) -> str:
     return (
         f"On {plan.num_gpus:,} {plan.cluster.name.upper()}s this step {fits}. Predicted: "
         f"{plan.seconds:.2f} s a step, {plan.tokens_per_second:,.0f} tokens/s and "
-        f"{plan.flops / 1e12:,.0f} TFLOP/s a GPU."
+        f"{plan.flops / 1e12:,.0f} TFLOP/s a GPU." + _verdict_again(plan)
     )
+
+
+def _verdict_again(plan: Plan) -> str:
+    """A sentence on the step that runs an overflowed batch again, where that was looked at."""
+    if plan.again is None:
+        return ""
+    needs = f" To run an overflowed batch again takes {units.data_size(plan.again.total)}"
+    if plan.over_again:
+        return f"{needs}, {units.data_size(plan.over_again)} too many."
+    return f"{needs}, which fits."
 
 
 def _header(plans: Sequence[Plan]) -> str:
@@ -120,7 +130,7 @@ def _header(plans: Sequence[Plan]) -> str:
 
 def best_of(plans: Sequence[Plan]) -> Plan | None:
     """Returns the plan of most tokens a second and GPU among those that fit; None: none does."""
-    fitting = [plan for plan in plans if not plan.over]
+    fitting = [plan for plan in plans if plan.fits]
     return max(fitting, key=lambda plan: plan.tokens_per_second, default=None)
 
 
@@ -139,7 +149,7 @@ def _of_one(plan: Plan, ways: Sequence[Way]) -> list[str]:
             "Memory of a GPU", f"when it is largest ({plan.memory.moment}), {source}",
             f'<div class="wide">{waterfall(plan)}</div>',
         ),
-        section("Ways under it", "each alone; estimated", ways_table(ways)),
+        section("Ways under it", "the cheapest first; estimated", ways_table(ways)),
         section(
             "One layer in steady state", "forward and backward, to the same scale",
             _key(plan) + drawn if drawn else "",
@@ -174,7 +184,7 @@ def _tiles(plan: Plan) -> str:
         ("Waiting", f"{100 * waiting:.0f} %", "of the step, for links or stages"),
         (
             "Overflowed batch", f"{plan.again.total / GIB:.1f} GiB" if plan.again else "–",
-            "to run it again" if plan.again else "not looked at (--worst-case)",
+            _again_note(plan),
         ),
     ]  # fmt: skip
     cells = "".join(
@@ -182,6 +192,13 @@ def _tiles(plan: Plan) -> str:
         for label, value, note in tiles
     )
     return f'<dl class="tiles">{cells}</dl>'
+
+
+def _again_note(plan: Plan) -> str:
+    if plan.again is None:
+        return "not looked at (--worst-case)"
+    over = f", over by {units.data_size(plan.over_again)}" if plan.over_again else ""
+    return f"to run it again{over}"
 
 
 def _key(plan: Plan) -> str:
@@ -254,8 +271,8 @@ def comparison(plans: Sequence[Plan]) -> str:
         (
             escape(plan.name), f"{plan.num_gpus:,} × {plan.cluster.name.upper()}",
             escape(short(plan.config)), f"{plan.memory.total / GIB:.1f} GiB",
-            f'<span class="bad">over by {units.data_size(plan.over)}</span>'
-            if plan.over else "fits",
+            "fits" if plan.fits else '<span class="bad">over by '
+            f"{units.data_size(plan.over or plan.over_again)}</span>",
             f"{plan.seconds:.2f} s", f"{plan.tokens_per_second:,.0f}",
             f"{plan.flops / 1e12:,.0f}",
         )

@@ -42,9 +42,18 @@ class Plan:
 
     @property
     def over(self) -> float:
-        """Bytes by which the largest of its steps exceeds the room; 0: it fits."""
-        largest = max(self.memory.total, self.again.total if self.again else 0.0)
-        return max(largest - self.room, 0.0)
+        """Bytes by which the step exceeds the room; 0: it fits."""
+        return max(self.memory.total - self.room, 0.0)
+
+    @property
+    def over_again(self) -> float:
+        """The same of the step that runs an overflowed batch again; 0 where that was not asked."""
+        return max(self.again.total - self.room, 0.0) if self.again else 0.0
+
+    @property
+    def fits(self) -> bool:
+        """Whether all that was looked at fits."""
+        return not self.over and not self.over_again
 
     @property
     def seconds(self) -> float:

@@ -13,7 +13,6 @@ from moejax.plan.charts import GIB
 from moejax.plan.page import best_of, verdict
 from moejax.plan.plans import Plan, exposed, label, traffic
 from moejax.plan.search import Found, distinct, short
-from moejax.train import units
 
 BAR = 32
 
@@ -23,20 +22,14 @@ def show(plan: Plan, ways: Sequence[Way], console: Console) -> None:
     made = "compiled by XLA" if plan.compiled else "estimated, not compiled"
     console.print(Text.assemble(("\n" + plan.name, "bold"), (f"  {made}", "dim")))
     console.print(Text(short(plan.config), "dim"))
-    console.print(Text(verdict(plan), "red" if plan.over else ""))
+    console.print(Text(verdict(plan), "" if plan.fits else "red"))
     console.print(memory_table(plan))
-    if plan.again:
-        over = max(plan.again.total - plan.room, 0.0)
-        console.print(
-            f"A batch that overflowed its budget is run again in {plan.again.total / GIB:.1f} GiB"
-            + (f", [red]{units.data_size(over)} too many[/red]." if over else ": that fits.")
-        )
     console.print(time_table(plan))
     if rows := traffic(plan):
         console.print(_traffic(rows))
     for name, value in plan.facts:
         console.print(Text(f"{name}: {value}", "dim"))
-    if plan.over:
+    if not plan.fits:
         console.print(ways_table(ways))
 
 
@@ -92,7 +85,7 @@ def _traffic(rows) -> Table:
 def ways_table(ways: Sequence[Way]) -> Table | Text:
     """Returns the table of changes under which a plan fits, or that there are none."""
     if not ways:
-        return Text("No one or two settings bring it under that: try --search.", "red")
+        return Text("No three settings bring it under that: try --search.", "red")
     table = Table(title="Ways under it, cheapest first", box=None, title_justify="left")
     table.add_column("change", overflow="fold")
     for name in ("GiB", "a step", "GPU time"):
@@ -114,10 +107,11 @@ def compared(plans: Sequence[Plan]) -> Table:
     for name in ("GiB", "over", "a step", "tokens/s", "TFLOP/s"):
         table.add_column(name, justify="right")
     for plan in plans:
-        style = "red" if plan.over else "bold" if plan is best else ""
+        over = plan.over or plan.over_again
+        style = "red" if not plan.fits else "bold" if plan is best else ""
         table.add_row(
             plan.name, f"{plan.num_gpus} {plan.cluster.name}", short(plan.config),
-            f"{plan.memory.total / GIB:.1f}", f"{plan.over / GIB:.1f}" if plan.over else "",
+            f"{plan.memory.total / GIB:.1f}", f"{over / GIB:.1f}" if over else "",
             f"{plan.seconds:.2f} s", f"{plan.tokens_per_second:,.0f}",
             f"{plan.flops / 1e12:,.0f}", style=style,
         )  # fmt: skip
@@ -156,6 +150,7 @@ def record(plan: Plan, ways: Sequence[Way]) -> dict[str, Any]:
         "memory_again": plan.again.total if plan.again else None,
         "room": plan.room,
         "over": plan.over,
+        "over_again": plan.over_again,
         "seconds": plan.seconds,
         "tokens_per_second_per_gpu": plan.tokens_per_second,
         "flops_per_gpu": plan.flops,

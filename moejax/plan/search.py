@@ -208,15 +208,15 @@ def confirm(
     plans: list[Plan] = []
     factor = 1.0
     for candidate in distinct(found.ranked, len(found.ranked)):
-        fits = any(not plan.over for plan in plans)
-        if len(plans) >= 3 * count or (len(plans) >= count and fits):
+        enough = any(plan.fits for plan in plans)
+        if len(plans) >= 3 * count or (len(plans) >= count and enough):
             break
         if candidate.memory.total * factor > room(found.cluster):
             continue
         progress(f"confirming {short(candidate.config)}")
         plans.append(plan := compiled(candidate.config))
         factor = max(factor, plan.memory.total / candidate.memory.total)
-    return sorted(plans, key=lambda plan: (plan.over > 0, plan.seconds))
+    return sorted(plans, key=lambda plan: (not plan.fits, plan.seconds))
 
 
 def caveat(config: Config, base: Config) -> str:

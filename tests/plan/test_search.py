@@ -193,11 +193,18 @@ def test_where_no_single_setting_is_enough_several_are_named(failing):
     assert all(len(way.text.split()) == 3 for way in here) and here
 
 
-def test_the_worst_case_has_its_own_advice(failing):
-    found = ways(failing, worst_case=True)
+def test_where_the_worst_case_was_looked_at_it_has_to_fit_too():
+    config = qwen3_moe.qwen3_30b_a3b_h100x16()
+    fold = config.fold_over(16)
+    plan = analytic_plan(changed(config, {"train.microbatches": 8}), H100, 16)
+    plan = replace(plan, again=estimate(plan.config, fold, worst_case=True))
+    assert plan.over_again > 0 and not plan.fits
+    found = ways(plan)
+    assert {(w.cluster, w.num_gpus) for w in found} >= {(H100, 16)}
     for way in found:
         fold = way.config.fold_over(way.num_gpus)
         assert estimate(way.config, fold, worst_case=True).total <= room(way.cluster)
+        assert estimate(way.config, fold).total == way.memory.total <= room(way.cluster)
 
 
 def test_advice_believes_the_compiler(failing):
