@@ -1,6 +1,8 @@
 """What an analytic plan does with weights: casts, gathers, sums of gradients, the update; and the
 embedding and the head, which are little else."""
 
+import dataclasses
+
 from moejax.model.config import ModelConfig
 from moejax.plan.attend import norm
 from moejax.plan.hardware import Cluster
@@ -150,7 +152,7 @@ def embed(setup: Setup, cluster: Cluster) -> tuple[Piece, ...]:
     T, D, local = setup.tokens, model.dim, model.padded_vocab / setup.tp
     whole = 2 * model.dim * local if made.ours else 0.0
     if made.ours and setup.zero == 3:
-        made.collective("embed", "all_gather", "zero gather", "dp", whole)
+        _kept(made, "embed", model.dim * local)
     # moejax's gradient is an array of the whole vocabulary, filled with zeros and summed up.
     made.memory("embed", 4 * T * D + whole, 8 * T * D + 6 * whole)
     made.collective("embed", "reduce_scatter", "tp", "tp", 2 * T * D)
@@ -181,7 +183,7 @@ def head(setup: Setup, cluster: Cluster) -> tuple[Piece, ...]:
         return made.take()
     if setup.zero == 3:
         made.memory("unembed", 6 * V * D / setup.dp, 0)
-        made.collective("unembed", "all_gather", "zero gather", "dp", 2 * V * D)
+        _kept(made, "unembed", V * D)
     chunk = min(CHUNK, T)
     for _ in range(max(round(T / chunk), 1)):
         logits, size = 2 * chunk * V * D, 2 * (chunk * D + V * D)
@@ -197,6 +199,14 @@ def head(setup: Setup, cluster: Cluster) -> tuple[Piece, ...]:
                            mnk=(chunk, V, D)),
                       Work("unembed", MEMORY, "recompute", bytes=6 * chunk * V)])  # fmt: skip
     return made.take()
+
+
+def _kept(made: Made, name: str, params: float) -> None:
+    """Adds the gather of weights that are kept for the backward, and their gradient's sum."""
+    if made.setup.group("dp", made.cluster).size > 1:
+        there = _gather(made.setup, made.cluster, "dp", 2 * params, "forward")
+        back = _gather(made.setup, made.cluster, "dp", 4 * params, "reduce")
+        made.add([dataclasses.replace(there, name=name)], [dataclasses.replace(back, name=name)])
 
 
 def _product(mnk: tuple[float, float, float], size: float) -> Work:
