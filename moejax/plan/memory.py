@@ -10,7 +10,7 @@ import re
 
 from moejax.plan import buffers, hlo
 from moejax.plan.buffers import HOST_COLOR, Allocation, Piece, Value
-from moejax.plan.place import Context, Places, role_of, stop_of
+from moejax.plan.place import CORE, Context, Places, role_of, stop_of
 
 ARGUMENTS = {
     "state.params": "weights", "state.opt_state": "optimizer", "state.buffers": "router biases",
@@ -18,7 +18,8 @@ ARGUMENTS = {
 }  # fmt: skip
 SCOPES = {
     "dispatch": "dispatch buffers", "combine": "dispatch buffers", "experts": "expert activations",
-    "attend": "attention", "mlp": "mlp", "route": "router", "losses": "router", "drop": "router",
+    "attend": "attention", CORE: "attention", "mlp": "mlp", "route": "router",
+    "losses": "router", "drop": "router",
     "loss": "logits and loss", "unembed": "logits and loss", "embed": "embedding",
     "block": "residual stream", "predict_ahead": "residual stream", "accumulate": "gradient sums",
     "apply_update": "update",

@@ -12,13 +12,15 @@ import re
 from moejax.plan.hlo import Instruction, Module
 
 STOPS = (
-    *("embed", "attend", "route", "losses", "dispatch", "experts", "combine", "mlp", "drop"),
-    *("predict_ahead", "loss", "apply_update"),
+    *("embed", "attend", "attention", "route", "losses", "dispatch", "experts", "combine", "mlp"),
+    *("drop", "predict_ahead", "loss", "apply_update"),
 )
 """Named scopes of the step, inner ones first where they nest."""
 BETWEEN = {"microbatches": "accumulate", "layers": "block"}
 """A loop -> what stands in it and in no scope: norms, residual sums, slices of stacked weights."""
-LAYER = ("attend", "mlp", "experts")
+CORE = "attention"
+"""Attention without its projections."""
+LAYER = ("attend", CORE, "mlp", "experts")
 """Scopes that a layer has, and only a layer."""
 
 
@@ -125,6 +127,8 @@ class Places:
         name, phase = stop_of(path), phase_of(path) if path else context.phase
         if not name or (name == "loss" and context.name == "layers"):
             name = BETWEEN.get(context.name, context.name)
+        if name == "attend" and context.name == CORE:
+            name = CORE
         if context.name == "microbatches" and phase == "update":
             phase = "backward"  # gradients are added up
         elif phase == "update":
@@ -142,8 +146,8 @@ class Places:
             phase = "recompute"
         if not stops.intersection(LAYER):
             return Context(stop_of(own) or outer.name, phase, trips)
-        if stop_of(own) == "attend":
-            return Context("attend", phase, trips)
+        if stop_of(own) in ("attend", CORE):
+            return Context(CORE, phase, trips)
         return Context("microbatches" if own and phase == "update" else "layers", phase, trips)
 
     @functools.cache  # noqa: B019  # it lives as long as its module

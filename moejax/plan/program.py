@@ -25,7 +25,7 @@ from moejax.plan.operations import (
     Start,
     Work,
 )
-from moejax.plan.place import Context, kernel_of
+from moejax.plan.place import CORE, Context, kernel_of
 from moejax.plan.work import Reader
 
 SKIPPED = {
@@ -142,7 +142,7 @@ class _Walk:
             for full, piece in zip(dims, part, strict=True)
             if piece != full and piece > 1
         ]
-        if context.name != "attend" or not cuts:
+        if context.name != CORE or not cuts:
             self.notes.append(f"{loop.name} has no known trip count: counted once")
             return 1.0
         length, keys = max(cuts)
@@ -195,8 +195,7 @@ def flops(program: Program, config: Config, num_gpus: int) -> Flops:
     model = tokens * model_flops.linear_flops_per_token(cfg) + core
     sums: dict[str, float] = {}
     for work, times, _ in flat(program.events):
-        inner = work.kind == ATTENTION or (work.name == "attend" and work.groups > 1)
-        what = "core" if inner else work.name
+        what = "core" if work.kind == ATTENTION or work.name == CORE else work.name
         for key in ("executed", work.phase, f"{what} {work.phase}"):
             sums[key] = sums.get(key, 0.0) + times * work.flops
     forward, backward = (sums.get(f"core {phase}", 0.0) for phase in ("forward", "backward"))

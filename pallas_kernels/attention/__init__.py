@@ -3,6 +3,7 @@
     out_BLNV, lse_BLN = attention(q_BLNH, k_BSGH, v_BSGV, segment_ids=(ids_BL, ids_BS))
 """
 
+import jax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention import cudnn, reference, xla
@@ -10,6 +11,7 @@ from pallas_kernels.attention.xla import SAVED
 from pallas_kernels.pick import Choice, pick
 
 
+@jax.named_scope("attention")
 def attention(
     q_BLNH: Float[Array, "B L N H"],
     k_BSGH: Float[Array, "B S G H"],

@@ -139,9 +139,10 @@ def test_kinds_of_memory_add_up_to_the_compilers_totals(compiled):
     assert found.kinds["optimizer"] == 2 * weights + 8
     # Gradients are summed in float32 where the weights rest.
     assert found.kinds["gradient sums"] == pytest.approx(weights, rel=0.02)
-    width = shrunken().model.dim * 2 * 1024 * 2  # two rows of 1,024 tokens on a GPU, in bfloat16
+    # The input of both MoE layers, two rows of 1,024 tokens each, is kept in bfloat16; a dense
+    # layer that is alone is no loop.
     block = sum(size for name, size in found.saved.items() if "bf16" in name)
-    assert block == shrunken().model.num_layers * width
+    assert block == 2 * shrunken().model.dim * 2 * 1024 * 2
     assert found.kinds.get("other", 0) < 0.02 * found.total
 
 

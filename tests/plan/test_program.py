@@ -78,6 +78,7 @@ def test_products(layer):
     assert (first.name, first.phase) == ("attend", "forward")
     assert again.phase == "recompute"  # the compiler put it there a second time
     assert scores.flops == 2 * 8 * 128 * 512 * 64 and scores.groups == 8
+    assert scores.name == "attention"
     assert scores.bytes == 8 * (128 + 512) * 64 * HALF + 8 * 128 * 512 * FULL + 4
 
 
