@@ -162,12 +162,12 @@ def _report(chosen: Options, plans: list[Plan], shown: list[Plan], console: Cons
 def _search(chosen: Options, console: Console) -> int:
     config, cluster, num_gpus = target(chosen, chosen.recipes[0])
     say = lambda line: console.print(line, style="dim")  # noqa: E731
-    found = search(config, cluster, num_gpus, say)
+    found = search(config, cluster, num_gpus, say, worst_case=chosen.worst_case)
     if not found.ranked:
-        return _nothing(found, console)
+        return _nothing(dataclasses.replace(chosen, analytic=True), found, console)
     console.print(report.searched(found, 10))
     if chosen.analytic:
-        plans = [analytic_plan(found.ranked[0].config, cluster, num_gpus)]
+        plans = [_plan(chosen, found.ranked[0].config, cluster, num_gpus, console)]
     else:
         make = lambda c: compiled_plan(  # noqa: E731
             c, cluster, num_gpus, worst_case=chosen.worst_case, progress=say
@@ -191,17 +191,17 @@ def _search(chosen: Options, console: Console) -> int:
     return 0
 
 
-def _nothing(found: Found, console: Console) -> int:
+def _nothing(chosen: Options, found: Found, console: Console) -> int:
     """Says how near the nearest fold came."""
     where = f"{found.num_gpus} {found.cluster.name}"
     if found.smallest is None:
         console.print(f"No fold of {where} nests and divides this model and batch.", style="red")
         return 1
-    config, memory = found.smallest
-    plan = analytic_plan(config, found.cluster, found.num_gpus)
+    config, _ = found.smallest
+    plan = _plan(chosen, config, found.cluster, found.num_gpus, console)
     console.print(f"Nothing fits on {where}. What needs least:", style="red")
-    report.show(plan, ways(plan), console)
-    return 1 if memory.total else 0
+    report.show(plan, _ways(plan), console)
+    return 1
 
 
 if __name__ == "__main__":

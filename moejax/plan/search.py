@@ -110,11 +110,11 @@ def divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-def weigh(config: Config, num_gpus: int) -> Memory:
+def weigh(config: Config, num_gpus: int, *, worst_case: bool = False) -> Memory:
     """Returns the estimated memory. Raises ValueError where the fold or a shape does not fit."""
     fold = config.fold_over(num_gpus)
     check_divides(config, fold)
-    return estimate(config, fold)
+    return estimate(config, fold, worst_case=worst_case)
 
 
 def search(
@@ -122,16 +122,19 @@ def search(
     cluster: Cluster,
     num_gpus: int,
     progress: Callable[[str], None] = lambda line: None,
+    *,
+    worst_case: bool = False,
 ) -> Found:
-    """Returns what there is for `base` on so many GPUs.
+    """Returns what there is for `base` on so many GPUs; `worst_case`: where the step that runs an
+    overflowed batch again fits as well.
 
     Where nothing fits, `ranked` is empty and `smallest` says how near it came.
     """
-    found = _search(base, cluster, num_gpus, progress)
+    found = _search(base, cluster, num_gpus, progress, worst_case)
     if base.precision.accum_dtype != "float32":
         return found
     progress("with gradients summed in bfloat16:")
-    narrow = _search(changed(base, NARROW_SUMS), cluster, num_gpus, progress)
+    narrow = _search(changed(base, NARROW_SUMS), cluster, num_gpus, progress, worst_case)
     fastest = found.ranked[0].tokens_per_second if found.ranked else 0.0
     worth = [one for one in narrow.ranked if one.tokens_per_second > WORTH * fastest]
     ranked = _in_order([*found.ranked, *worth])
@@ -139,7 +142,7 @@ def search(
     return dataclasses.replace(found, ranked=ranked, smallest=smallest)
 
 
-def _search(base: Config, cluster: Cluster, num_gpus: int, progress) -> Found:
+def _search(base: Config, cluster: Cluster, num_gpus: int, progress, worst_case: bool) -> Found:
     counts: Counter[str] = Counter()
     fitting: list[tuple[Config, Memory]] = []
     smallest: tuple[Config, Memory] | None = None
@@ -153,16 +156,17 @@ def _search(base: Config, cluster: Cluster, num_gpus: int, progress) -> Found:
         try:
             config = changed(base, values)
             memory = weigh(config, num_gpus)
+            largest = weigh(config, num_gpus, worst_case=True) if worst_case else memory
         except ValueError:
             counts["do not nest or divide"] += 1
             continue
-        if memory.total <= room(cluster):
+        if max(memory.total, largest.total) <= room(cluster):
             fitting.append((config, memory))
             done.add(others)
         else:
             counts["do not fit"] += 1
-            if smallest is None or memory.total < smallest[1].total:
-                smallest = (config, memory)
+            if smallest is None or largest.total < smallest[1].total:
+                smallest = (config, largest)
     counts["fit and are priced"] = len(fitting)
     progress(", ".join(f"{n:,} {what}" for what, n in counts.items()))
     ranked = _in_order(_priced(*one, cluster, num_gpus) for one in fitting)
