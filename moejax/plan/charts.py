@@ -144,7 +144,7 @@ def stacks(plans: Sequence[Plan], unit: str) -> str:
     kind ("GiB"), or where the time of 1,000 tokens on a GPU goes ("ms")."""
     bars = [_stack(plan, unit) for plan in plans]
     limits = [plan.room / GIB if unit == "GiB" else 0.0 for plan in plans]
-    left, line, top, box = 230, 30, 4, WIDTH - 230 - 90
+    left, line, top, box = 290, 30, 4, WIDTH - 290 - 70
     most = max(*(sum(size for _, _, size in bar) for bar in bars), *limits) * 1.02
     bottom = top + line * len(bars)
     parts = [svg_open(WIDTH, bottom + 24, f"plans compared, {unit}")]

@@ -249,7 +249,7 @@ def _layer(sizes: Sizes) -> dict[str, float]:
         # Rows' gradients in, rows' gradients out; both halves' gradients; sent and their zeros.
         rows = sizes.received * (2 * width + 3 * f + again * (width + f))
         found["dispatch and experts"] = item * (rows + 2 * sent)
-    found["attention"] = _saved_attention(sizes) * (2 if again else 1)
+    found["attention"] = _saved_attention(sizes)
     if "D" in model.all_kinds() or moe.shared_ffn_dim:
         width = max(model.ffn_dim * ("D" in model.all_kinds()), moe.shared_ffn_dim)
         found["dense MLP"] = _saved_mlp(sizes, width)

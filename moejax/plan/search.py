@@ -241,7 +241,9 @@ def short(config: Config) -> str:
     """Returns a fold in a few words: "tp2 ep32 dp128 zero3, 16 microbatches, remat full"."""
     p = config.parallel
     degrees = [f"{k}{n}" for k, n in (("tp", p.tp), ("ep", p.ep), ("etp", p.etp)) if n > 1]
-    more = [f"{config.train.microbatches} microbatches", f"remat {config.model.remat}"]
+    count = config.train.microbatches
+    more = ["one microbatch" if count == 1 else f"{count} microbatches"]
+    more.append(f"remat {config.model.remat}")
     if config.model.attention.mla.recompute_up:
         more.append("latents up again")
     if config.precision.accum_dtype != "float32":

@@ -85,6 +85,11 @@ QWEN, LARGE, V3 = (
 ONE_ROW = changed(V3, {"train.batch_size": 512, "train.microbatches": 2, "model.moe.budget": 1.25})
 
 
+NARROW = changed(
+    qwen3_moe.qwen3_30b_a3b(), {"train.microbatches": 64, "precision.accum_dtype": "bfloat16"}
+)
+
+
 @pytest.mark.parametrize(
     "config, gpus, worst_case, arguments, temporary",
     [
@@ -95,8 +100,13 @@ ONE_ROW = changed(V3, {"train.batch_size": 512, "train.microbatches": 2, "model.
         (V3, 256, False, 32.02, 90.08),
         (ONE_ROW, 256, False, 32.01, 51.94),
         (ONE_ROW, 256, True, 32.01, 104.3),
+        (changed(LARGE, {"parallel.ep": 4, "train.microbatches": 1}), 256, False, 11.03, 57.04),
+        (NARROW, 8, False, 45.82, 28.84),
     ],
-    ids=["30b", "30b-4", "30b-8-none", "235b-tp2", "v3", "v3-1", "v3-1-worst"],
+    ids=[
+        "30b", "30b-4", "30b-8-none", "235b-tp2", "v3", "v3-1", "v3-1-worst", "235b-alone",
+        "30b-narrow",
+    ],
 )
 def test_the_estimate_is_near_what_the_compiler_planned(
     config, gpus, worst_case, arguments, temporary
