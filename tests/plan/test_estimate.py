@@ -7,7 +7,7 @@ import jax
 import pytest
 from flax import nnx
 
-from configs import deepseek_v3, qwen3_moe
+from configs import deepseek_v3, gpt_oss, moonlight, qwen3_moe
 from moejax.config import Config
 from moejax.core import params
 from moejax.core.mesh import make_mesh
@@ -102,10 +102,13 @@ NARROW = changed(
         (ONE_ROW, 256, True, 32.01, 104.3),
         (changed(LARGE, {"parallel.ep": 4, "train.microbatches": 1}), 256, False, 11.03, 57.04),
         (NARROW, 8, False, 45.82, 28.84),
+        # The estimate was finished before these two were compiled.
+        (moonlight.moonlight_16b_h100x8(), 8, False, 23.99, 10.10),
+        (gpt_oss.gpt_oss_120b_h100x64(), 64, False, 21.95, 29.60),
     ],
     ids=[
         "30b", "30b-4", "30b-8-none", "235b-tp2", "v3", "v3-1", "v3-1-worst", "235b-alone",
-        "30b-narrow",
+        "30b-narrow", "moonlight", "gpt-oss",
     ],
 )
 def test_the_estimate_is_near_what_the_compiler_planned(
