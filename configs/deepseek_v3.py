@@ -96,3 +96,20 @@ def v3_gb200x256() -> Config:
         parallel=ParallelConfig(dp=256, ep=64, zero=3),
         train=replace(base.train, batch_size=4096, microbatches=16),
     )
+
+
+def v3_h100x256() -> Config:
+    """V3 on 256 H100s, where memory is short: one sequence a time on each GPU."""
+    base = v3()
+    return replace(
+        base,
+        name="deepseek_v3_h100x256",
+        parallel=ParallelConfig(dp=256, ep=64, zero=3),
+        train=replace(base.train, batch_size=4096, microbatches=16),
+    )
+
+
+def v3_gb300x256() -> Config:
+    """V3 on 256 GB300s, the published row's batch: one sequence a time on each GPU."""
+    base = v3_h100x256()
+    return replace(base, name="deepseek_v3_gb300x256")

@@ -8,6 +8,8 @@ of its technical report (section 2.5), which prints 1.04T; the published tensors
 trained with MuonClip, not AdamW.
 """
 
+from dataclasses import replace
+
 from moejax.config import Config
 from moejax.core.mesh import ParallelConfig
 from moejax.core.precision import PrecisionConfig
@@ -63,3 +65,14 @@ def kimi_k2() -> Config:
         optimizer=OptimizerConfig(learning_rate=2e-4, warmup_steps=500, schedule="wsd"),
         checkpoint=CheckpointConfig(save_every=500),
     )  # fmt: skip
+
+
+def kimi_k2_gb300x256() -> Config:
+    """Kimi-K2 on 256 GB300s: one sequence a time on each GPU."""
+    base = kimi_k2()
+    return replace(
+        base,
+        name="kimi_k2_gb300x256",
+        parallel=ParallelConfig(dp=256, ep=64, zero=3),
+        train=replace(base.train, batch_size=4096, microbatches=16),
+    )

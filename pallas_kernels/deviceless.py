@@ -55,10 +55,12 @@ GPUS = {
 GENERATIONS = {"hopper": 9, "blackwell": 10}
 """Major compute capability of the generations that have kernels of their own."""
 
+SCHEDULING = {"xla_gpu_enable_latency_hiding_scheduler": True}
+"""Compiler options of a training step, for GPUs that are there too."""
+
 # Small all-reduces abort the compiler unless collective kernels are off; a sort asks a GPU that is
 # not there unless CUB's radix sort is.
-COMPILER_OPTIONS = {
-    "xla_gpu_enable_latency_hiding_scheduler": True,
+COMPILER_OPTIONS = SCHEDULING | {
     "xla_gpu_experimental_use_collective_kernels": "",
     "xla_gpu_enable_cub_radix_sort": False,
 }

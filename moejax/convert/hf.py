@@ -86,7 +86,7 @@ def leaf_of(node: Any, name: str) -> Any:
 # What no checkpoint says: how a model is computed.
 OURS = (
     "init_std", "remat", "vocab_multiple", "attention.impl", "attention.mla.recompute_up",
-    "moe.dispatch", "moe.budget", "moe.impl",
+    "moe.dispatch", "moe.budget", "moe.pieces", "moe.impl",
 )  # fmt: skip
 
 

@@ -27,13 +27,26 @@ def pmax(x: Shaped[Array, "..."], axes: Axes) -> Shaped[Array, "..."]:
 
 
 def all_gather(x: Shaped[Array, "..."], axes: Axes, dim: int = 0) -> Shaped[Array, "..."]:
-    """Returns the devices' x concatenated along `dim`, in the order of the devices."""
-    return lax.all_gather(x, axes, axis=dim, tiled=True) if axes else x
+    """Returns the devices' x concatenated along `dim`, in the order of the devices.
+
+    What is gathered becomes a leading dim first: XLA gathers along the slowest dim alone, and where
+    x is a slice of stacked layers it would keep a copy of them all, transposed, outside the loop.
+    """
+    if not axes:
+        return x
+    gathered = lax.all_gather(x[None] if dim else x, axes, axis=0, tiled=True)
+    shape = (*x.shape[:dim], -1, *x.shape[dim + 1 :])
+    return jnp.moveaxis(gathered, 0, dim).reshape(shape) if dim else gathered
 
 
 def psum_scatter(x: Shaped[Array, "..."], axes: Axes, dim: int = 0) -> Shaped[Array, "..."]:
     """Returns this device's piece, along `dim`, of the sum over `axes`."""
-    return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True) if axes else x
+    if not axes:
+        return x
+    if dim:  # see `all_gather`
+        pieces = x.reshape(*x.shape[:dim], lax.axis_size(axes), -1, *x.shape[dim + 1 :])
+        return psum_scatter(jnp.moveaxis(pieces, dim, 0), axes)[0]
+    return lax.psum_scatter(x, axes, scatter_dimension=0, tiled=True)
 
 
 def all_to_all(x: Shaped[Array, "..."], axes: Axes) -> Shaped[Array, "..."]:

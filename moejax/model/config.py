@@ -74,8 +74,12 @@ class ModelConfig:
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
     def worst_case(self) -> "ModelConfig":
-        """Returns the same model with room, on every device, for whatever may arrive there."""
-        return dataclasses.replace(self, moe=dataclasses.replace(self.moe, budget=0.0))
+        """Returns the same model with room, on every device, for whatever may arrive there. Where
+        there was a budget, tokens go in pieces: the room is little more than a balanced load's."""
+        pieces = 0 if self.moe.budget else self.moe.pieces
+        return dataclasses.replace(
+            self, moe=dataclasses.replace(self.moe, budget=0.0, pieces=pieces)
+        )
 
     def stacks(self) -> tuple[tuple[str, int], ...]:
         """Returns (kinds of one unit, how many) of each run of equal layers."""

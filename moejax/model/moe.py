@@ -13,8 +13,10 @@ from moejax.core.precision import PrecisionConfig
 from moejax.model import balance, capacity, choice, router
 from moejax.model.balance import EVENERS, BalanceConfig
 from moejax.model.dispatch import DISPATCHERS
+from moejax.model.dispatch.base import rows_from_each
 from moejax.model.experts import Experts
 from moejax.model.mlp import MLP
+from moejax.model.pieces import in_pieces, num_pieces
 from moejax.model.router import RouterConfig, route
 from moejax.model.stream import Stream
 from pallas_kernels import linear
@@ -52,6 +54,10 @@ class MoEConfig:
     """Rows that a device has room to receive, as a multiple of a balanced load ("all_to_all" and
     "ragged"). A step that needs more changes nothing and is run again with room for the worst case;
     0: always room for the worst case."""
+    pieces: int = 1
+    """Equal pieces of a microbatch's tokens (or the next number that divides them) that go to the
+    experts one after the other, each with a buffer of its own: less memory, smaller products. 0: so
+    many that the worst case of a piece is a balanced load of all, as where a step is run again."""
     impl: str = ""
     """Grouped GEMM by name ("hopper", "blackwell", "xla", "reference"); empty: the best that
     serves."""
@@ -77,6 +83,8 @@ class MoEConfig:
                 "the shared expert has neither bias nor clamp: set moe.shared_ffn_dim=0, or "
                 "moe.bias=False and moe.swiglu_limit=0"
             )
+        if self.pieces < 0:
+            raise ValueError(f"moe.pieces={self.pieces} must be 0 (as many as needed) or more")
         if self.budget and self.budget < 1:
             raise ValueError(
                 f"moe.budget={self.budget} is below a balanced load, so every step would be run "
@@ -163,22 +171,40 @@ class MoE(nnx.Module):
         kept = capacity.keep(routing, cfg.num_experts, cfg.router, stream, fold)
         # A slot for each expert, or K: a balanced load is that of K.
         budget = cfg.budget * cfg.top_k / kept.experts_tK.shape[1]
+        definition, weights, buffers = params.partition(self.experts)
+
+        def exchange(weights, rows, numbers):
+            (sent_tD, weights_tK), (experts_tK,) = rows, numbers
+            experts = params.assemble(definition, weights, buffers)
+            with jax.named_scope("dispatch"):
+                sent = dispatcher.dispatch(
+                    sent_tD, experts_tK, weights_tK, cfg.num_experts, fold, budget
+                )
+            y_sD = experts(sent.x_sD, sent.weights_s, sent.sizes_e)
+            with jax.named_scope("combine"):
+                y_tD = dispatcher.combine(y_sD, sent.route, fold)
+            return y_tD, (sent.num_slots, sent.overflow)
+
         with jax.named_scope("dispatch"):
             sent_tD = linear(x_tD, self.w_down[...]) if cfg.latent_dim else x_tD
-            rows = dispatcher.dispatch(
-                sent_tD, kept.experts_tK, kept.weights_tK, cfg.num_experts, fold, budget
-            )
-        y_sD = self.experts(rows.x_sD, rows.weights_s, rows.sizes_e)
+        count = self._pieces(*kept.experts_tK.shape)
+        rows = (sent_tD, kept.weights_tK)
+        y_tD, counted = in_pieces(exchange, count, weights, rows, (kept.experts_tK,), fold)
         with jax.named_scope("combine"):
-            y_tD = dispatcher.combine(y_sD, rows.route, fold)
             y_tD = linear(y_tD, self.w_up[...]) if cfg.latent_dim else y_tD
-        arrived, overflow = (
-            n.astype(jnp.float32) / fold.degree("etp") for n in (rows.num_slots, rows.overflow)
-        )
+        arrived, overflow = (n.astype(jnp.float32) / fold.degree("etp") for n in counted)
         wanted = aux["load_E"].sum() + kept.num_filled.astype(jnp.float32)
         aux |= {"dropped": wanted - arrived, "overflow": overflow}
         aux["experts"] = routing.experts_tK
         return (y_tD + self._shared(x_tD) if cfg.shared_ffn_dim else y_tD), aux
+
+    def _pieces(self, num_tokens: int, num_choices: int) -> int:
+        """Returns into how many pieces the tokens are cut; see `MoEConfig.pieces`."""
+        cfg, ranks = self.cfg, self.fold.degree("ep")
+        if cfg.pieces:
+            return num_pieces(num_tokens, cfg.pieces)
+        worst = ranks * rows_from_each(num_tokens, num_choices, cfg.num_experts, ranks, 0.0)
+        return num_pieces(num_tokens, worst / (num_tokens * cfg.top_k))
 
     @jax.named_scope("route")
     def _route(self, x_tD, stream: Stream) -> router.Routing:

@@ -9,9 +9,11 @@ into `forward` (output and what it saved) and `backward` is what a pipeline sche
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 Layer = Callable[..., tuple[Any, Any, Any]]
@@ -73,15 +75,9 @@ def backward(layer: Layer, weights, buffers, saved, shared, cotangents, remat: s
 
 
 def scan_layers(
-    layer: Layer,
-    weights_of: Callable[[Any], Any],
-    params,
-    buffers,
-    x,
-    shared,
-    *,
-    remat: str = "none",
-):
+    layer: Layer, weights_of: Callable[[Any], Any], params, buffers, x, shared, *,
+    remat: str = "none", sums=None,
+):  # fmt: skip
     """Returns (y, aux, choices): x through every layer of stacked `params` and `buffers`, aux and
     choices stacked.
 
@@ -89,10 +85,13 @@ def scan_layers(
     the first time. aux is a tree of floats; x and params get gradients, buffers, shared and choices
     do not. `weights_of(params)` turns one layer's stored parameters into the weights it uses. remat
     "full" saves x and choices alone and computes the layer again.
+
+    `sums`: gradients of the microbatches before, of the first of a pair of `params`, which then
+    gets none. The "gradient" of the sums is the sums with this one's, added in their place.
     """
 
     @jax.custom_vjp
-    def run(params, x, buffers, shared):
+    def run(params, x, buffers, shared, sums):
         def step(x, layer_state):
             y, aux, choices = layer(weights_of(layer_state[0]), layer_state[1], x, shared, None)
             return y, (aux, choices)
@@ -100,27 +99,40 @@ def scan_layers(
         y, (aux, choices) = lax.scan(step, x, (params, buffers))
         return y, aux, choices
 
-    def run_forward(params, x, buffers, shared):
+    def run_forward(params, x, buffers, shared, sums):
         def step(x, layer_state):
             p, b = layer_state
             y, *rest = forward(layer, weights_of(p), b, x, shared, remat)
             return y, tuple(rest)
 
         y, (aux, choices, saved) = lax.scan(step, x, (params, buffers))
-        return (y, aux, choices), (params, buffers, shared, saved)
+        return (y, aux, choices), (params, buffers, shared, sums, saved)
 
     def run_backward(kept, cotangents):
-        params, buffers, shared, saved = kept
+        params, buffers, shared, sums, saved = kept
         dy, daux, _ = cotangents
 
-        def step(dy, layer_state):
-            p, b, saved_l, daux_l = layer_state
+        def step(carry, layer_state):
+            dy, sums = carry
+            nth, p, b, saved_l, daux_l = layer_state
             weights, pull = jax.vjp(weights_of, p)
             d_weights, dx = backward(layer, weights, b, saved_l, shared, (dy, daux_l), remat)
-            return dx, pull(d_weights)[0]
+            (d_params,) = pull(d_weights)
+            if sums is not None:
+                sums = jax.tree.map(partial(_add_to, nth), sums, d_params[0])
+                d_params = d_params[1]
+            return (dx, sums), d_params
 
-        dx, d_params = lax.scan(step, dy, (params, buffers, saved, daux), reverse=True)
-        return d_params, dx, None, None
+        nth_L = jnp.arange(len(jax.tree.leaves(params)[0]), dtype=jnp.int32)
+        layers = (nth_L, params, buffers, saved, daux)
+        (dx, sums), d_params = lax.scan(step, (dy, sums), layers, reverse=True)
+        return d_params if sums is None else (None, d_params), dx, None, None, sums
 
     run.defvjp(run_forward, run_backward)
-    return run(params, x, buffers, shared)
+    return run(params, x, buffers, shared, sums)
+
+
+def _add_to(nth, sum_L, d):
+    """Returns stacked sums with d added to the nth, in its place."""
+    new = lax.dynamic_index_in_dim(sum_L, nth, keepdims=False) + d.astype(sum_L.dtype)
+    return lax.dynamic_update_index_in_dim(sum_L, new, nth, 0)

@@ -37,6 +37,9 @@ class Draw(NamedTuple):
     probe_N: Float[Array, " N"] | None = None
     """Zeros, one for each MoE layer. Their "gradient" is how many slots, computed again in the
     backward pass, would choose the same experts (of all slots, where nothing is)."""
+    sums: dict | None = None
+    """Of each stack, and further module, the gradients of the microbatches before. Where given,
+    their "gradient" is the sum with this one's, and their weights have none (see `stack`)."""
 
 
 class Stream(NamedTuple):

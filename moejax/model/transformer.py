@@ -27,7 +27,6 @@ from moejax.model.stack import scan_layers
 from moejax.model.stream import (
     Counts,
     Draw,
-    Stream,
     count_batch,
     make_stream,
     my_tokens,
@@ -93,12 +92,30 @@ class Transformer(nnx.Module):
 
     @jax.named_scope("embed")
     def embed(self, tokens_bL: Int[Array, "b L"]) -> Float[Array, "t D"]:
-        """Returns the embeddings of this device's tokens; each tp rank looks up its vocabulary."""
-        w_vD, tp = self._weight(self.embedding), self.fold["tp"]
-        id_T = tokens_bL.reshape(-1) - collectives.axis_index(tp) * w_vD.shape[0]
+        """Returns the embeddings of this device's tokens; each tp rank looks up its vocabulary.
+
+        Where the table rests in columns (ZeRO-3) and has more rows than there are tokens, tokens
+        travel to the columns instead: every rank looks up all ranks' tokens in its own. Rows are
+        cast when they have been found, so that the gradients of a frequent token add up unrounded.
+        """
+        tp, dp, id_T = self.fold["tp"], self.fold["dp"], tokens_bL.reshape(-1)
+        scattered = self.zero == 3 and len(id_T) < self.embedding.shape[0]
+        gathered = self.zero == 3 and not scattered
+        w_vD = self._weight(self.embedding) if gathered else self.embedding[...]
+        id_T = collectives.all_gather(id_T, dp) if scattered else id_T
+        id_T = id_T - collectives.axis_index(tp) * w_vD.shape[0]
         mine_T = (id_T >= 0) & (id_T < w_vD.shape[0])
-        x_TD = w_vD[jnp.where(mine_T, id_T, 0)]
-        return collectives.psum_scatter(jnp.where(mine_T[:, None], x_TD, 0), tp)
+        x_TD = jnp.where(mine_T[:, None], w_vD[jnp.where(mine_T, id_T, 0)], 0)
+        x_TD = x_TD.astype(self.precision.dtype("compute"))
+        if scattered:
+            x_nTd = collectives.all_to_all(x_TD, dp).reshape(-1, tokens_bL.size, x_TD.shape[1])
+            x_TD = jnp.moveaxis(x_nTd, 0, 1).reshape(tokens_bL.size, -1)
+        return collectives.psum_scatter(x_TD, tp)
+
+    def scanned(self) -> tuple[str, ...]:
+        """Returns the names of the stacks and the further modules: what `Draw.sums` is of."""
+        stacks = (f"stack_{i}" for i in range(len(self.cfg.stacks())))
+        return (*stacks, *(f"mtp_{depth}" for depth in range(self.cfg.mtp_depth)))
 
     def head_weight(self) -> Float[Array, "D v"]:
         """Returns the head of this device's slice of the padded vocabulary."""
@@ -166,7 +183,10 @@ class Transformer(nnx.Module):
         definition, *arrays = params.partition(module)
         weights, buffers = jax.tree.map(lambda a: a[None], arrays)  # as a stack of one
         dims = params.dims_of(module)[0]
-        x_tD, auxes, _ = self._scan(definition, weights, buffers, dims, h_tD, inputs, stream)
+        sums = None if draw.sums is None else draw.sums[f"mtp_{depth}"]
+        sums = jax.tree.map(lambda a: a[None], sums)
+        pieces = (definition, weights, buffers, dims)
+        x_tD, auxes, _ = self._scan(*pieces, h_tD, inputs, stream, sums)
         return x_tD, jax.tree.map(lambda a: a[0], auxes)
 
     def _prepare(self, tokens_bL, segment_ids_bL, positions_bL, counts, draw):
@@ -194,11 +214,12 @@ class Transformer(nnx.Module):
             unit = getattr(self, name)
             dims = jax.tree.map(lambda d: d[1:], params.dims_of(unit)[0], is_leaf=is_dims)
             pieces = (*params.partition(unit), dims)
-            x_tD, auxes[name], holds[name] = self._scan(*pieces, x_tD, inputs, stream)
+            sums = None if draw.sums is None else draw.sums[name]
+            x_tD, auxes[name], holds[name] = self._scan(*pieces, x_tD, inputs, stream, sums)
             first += count * kinds.upper().count("M")
         return self.final_norm(x_tD), auxes, holds
 
-    def _scan(self, definition, weights, buffers, dims, x_tD, inputs: Inputs, stream: Stream):
+    def _scan(self, definition, weights, buffers, dims, x_tD, inputs: Inputs, stream, sums):
         """Returns (x_tD through stacked units, their aux, what they hold)."""
         zero = self.zero if self.zero == 3 else 0
 
@@ -214,7 +235,7 @@ class Transformer(nnx.Module):
         stored = (weights, (inputs.probe_M, inputs.next_tD))
         kept = (buffers, inputs._replace(probe_M=None, next_tD=None))
         x_tD, (auxes, holds), made = scan_layers(
-            layer, weights_of, stored, kept, x_tD, stream, remat=self.cfg.remat
+            layer, weights_of, stored, kept, x_tD, stream, remat=self.cfg.remat, sums=sums
         )
         auxes = {name: aux | {"experts": made[name]} for name, aux in auxes.items()}
         return x_tD, auxes, holds

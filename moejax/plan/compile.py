@@ -58,6 +58,7 @@ NO_COMPILER = (
     "(then .venv-gpu/bin/python), or: pip install 'moejax[gpu]'"
 )
 
+ASSEMBLER = r"LLVM ERROR|ptxas"
 _WARNING = r"^W\d{4} [\d:.]+ +\d+ \S+\] (.*)"
 
 
@@ -169,17 +170,30 @@ def supervise(
     command: list[str], request: bytes, work: Path, progress: Callable[[str], None]
 ) -> str:
     """Runs a compiling process, which is handed `request`, and tells `progress` what it prints;
-    returns its standard error.
+    returns its standard error. One that fails in the assembler runs once more, to name the kernel.
 
     Raises ValueError where it printed "ValueError: ..", and CompileError where it fails otherwise.
     """
-    child = {k: v for k, v in os.environ.items() if k not in ("JAX_PLATFORMS", "XLA_FLAGS")}
-    child |= {
+    child = dict(os.environ) | {
         "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
-        "MOSAIC_GPU_DUMP_TO": str(work),  # names the kernel at which the compiler was
-        "MOSAIC_GPU_DUMP_RESOURCES": "1",
         "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
     }
+    for name in ("JAX_PLATFORMS", "XLA_FLAGS"):  # the child is for cuda, with our options alone
+        child.pop(name, None)
+    code, stderr = _run(command, request, work, child, progress)
+    if code and re.search(ASSEMBLER, stderr):
+        progress("failed; once more, to learn at which kernel")
+        # Each kernel leaves files of 100 MB there, which cost time.
+        code, stderr = _run(
+            command, request, work, child | {"MOSAIC_GPU_DUMP_TO": str(work)}, lambda line: None
+        )
+    if code:
+        raise CompileError(explain(stderr, work, code))
+    return stderr
+
+
+def _run(command, request: bytes, work: Path, child, progress) -> tuple[int, str]:
+    """Runs a process in the environment `child`; returns its exit status and standard error."""
     with open(work / "stderr", "w+") as errors:
         with subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=child
@@ -193,10 +207,7 @@ def supervise(
                     raise ValueError(said.removeprefix("ValueError: "))
                 progress(said)
         errors.seek(0)
-        stderr = errors.read()
-    if running.returncode:
-        raise CompileError(explain(stderr, work, running.returncode))
-    return stderr
+        return running.returncode, errors.read()
 
 
 def explain(stderr: str, work: Path, code: int) -> str:
@@ -217,7 +228,7 @@ def explain(stderr: str, work: Path, code: int) -> str:
     if found := re.findall(r'File "[^"]*/((?:moejax|pallas_kernels)/[^"]*)", line (\d+)', stderr):
         said.append(f"source: {found[-1][0]}:{found[-1][1]}")
     kernels = sorted(work.glob("*.resources.txt"), key=lambda path: path.stat().st_mtime_ns)
-    if kernels and any("LLVM" in line or "ptxas" in line for line in said):
+    if kernels and re.search(ASSEMBLER, stderr):
         said.append(f"kernel: {re.sub(r'_[0-9]+.resources.txt$', '', kernels[-1].name)}")
     return "the GPU compiler failed: " + "\n  ".join(line[:600] for line in said)
 

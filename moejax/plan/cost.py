@@ -346,9 +346,14 @@ class _Player:
                 self.free[lane] = self.now
 
 
+def _idle() -> dict[str, float]:
+    """When the lanes beside compute are free: at once."""
+    return {COMMUNICATION: 0.0, COPIES: 0.0}
+
+
 def _steady(events: Iterable[Event], cluster: Cluster, path: str) -> Timeline:
     """Returns the second turn of a loop's body: lanes, and work begun, as the first left them."""
-    first = _Player(cluster, path, dict.fromkeys(LANES, 0.0), {})
+    first = _Player(cluster, path, _idle(), {})
     first.play(events)
     tails = {lane: max(free - first.now, 0.0) for lane, free in first.free.items()}
     begun = {key: (end - first.now, work) for key, (end, work) in first.started.items()}
@@ -365,6 +370,6 @@ def simulate(events: Iterable[Event], cluster: Cluster) -> Timeline:
     their lane; compute beside communication has fewer cores. A loop's body is played in steady
     state (the second turn) and counted as often as it runs.
     """
-    player = _Player(cluster, "", dict.fromkeys(LANES, 0.0), {})
+    player = _Player(cluster, "", _idle(), {})
     player.play(events)
     return player.found

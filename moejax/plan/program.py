@@ -1,7 +1,7 @@
 """Reads a compiled step as the events of `operations`: what one GPU does, in the order that XLA
 scheduled, loops with their trip counts, collectives that run beside it as starts and dones.
 
-    program = read(compiled.text, cluster, rows=balanced_rows(config, num_gpus))
+    program = read_step(compiled.text, config, cluster, num_gpus)
     for row in collectives(program): ...
 """
 
@@ -55,6 +55,12 @@ def balanced_rows(config: Config, num_gpus: int) -> float:
     tokens = train.batch_size // train.microbatches * train.sequence_length
     etp = config.fold_over(num_gpus).degree("etp")
     return tokens * experts.top_k * etp / num_gpus
+
+
+def read_step(text: str, config: Config, cluster: Cluster, num_gpus: int) -> Program:
+    """Returns the events of the compiled step of a configuration, at an even load."""
+    rows, window = balanced_rows(config, num_gpus), config.model.attention.window
+    return read(text, cluster, rows=rows, window=window)
 
 
 def read(

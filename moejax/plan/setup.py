@@ -42,7 +42,8 @@ class Setup:
     etp: int = 1
     """Tensor-parallel degree inside each expert."""
     zero: int = 1
-    """0 or 1: weights are gathered and gradients reduced once a step; 3: where each layer runs."""
+    """0 or 1: weights are gathered and gradients reduced once a step; 3 (moejax): where each layer
+    runs."""
     precision: str = "bfloat16"
     """Of the layers' products: one of `PRECISIONS` ("fp8": Hopper's blocks)."""
     recompute: tuple[str, ...] = ()
@@ -71,6 +72,8 @@ class Setup:
         unknown = set(self.recompute) - set(RECOMPUTE)
         if unknown:
             raise ValueError(f"recompute={sorted(unknown)}: choose from {', '.join(RECOMPUTE)}")
+        if self.zero == 3 and self.software != "moejax":
+            raise ValueError("zero=3 is described for software='moejax' alone")
         if self.num_gpus % (self.tp * self.cp * self.pp):
             raise ValueError(
                 f"tp={self.tp} x cp={self.cp} x pp={self.pp} do not divide {self.num_gpus} GPUs"

@@ -179,7 +179,7 @@ class Reader:
         if target.startswith("__cublas"):
             return self._cublas(call, name, phase, moved)
         if target.startswith("__cudnn$fmha"):
-            return self._attention(read, made, name, phase, moved)
+            return self._attention(read, 5 if "Backward" in target else 2, name, phase, moved)
         if "mosaic" not in target and "triton" not in target:
             return Work(name, MEMORY, phase, bytes=moved)
         kernel = kernel_of(call.op_name)
@@ -226,11 +226,10 @@ class Reader:
             int(groups),
         )  # fmt: skip
 
-    def _attention(self, read, made, name: str, phase: str, moved: float) -> Work:
+    def _attention(self, read, products: int, name: str, phase: str, moved: float) -> Work:
         """cuDNN's: it skips what the causal mask hides; its backward has 5 products for 2."""
         q, k = read[0], read[1]  # [b, l, n, h], [b, s, n, h]
         batch, length, heads, width = q.dims
-        products = 5 if len(read) > 4 else 2
         flops = products * 2 * batch * heads * length * k.dims[1] * width / 2
         return Work(
             name, ATTENTION, phase, flops, moved, dtype(q.dtype),

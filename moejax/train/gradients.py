@@ -109,45 +109,47 @@ def sum_micro_grads(
     """Returns (the gradients of the whole step, what its microbatches gave, stacked)."""
     fold, accum = layout.fold, precision.dtype("accum")
     key = jax.random.fold_in(state.key, state.step)
-    cfg = layout.model(weights, state.buffers).cfg
+    model = layout.model(weights, state.buffers)
+    cfg, scanned = model.cfg, model.scanned()
     further = [mtp.ahead(batch, by) for by in range(1, cfg.mtp_depth + 1)]
     batches, totals = zip(
         *(_weigh_targets(b, mean, fold) for b in (batch, *further)), strict=True
     )
 
-    def of_micro(buffers, micros, number):
-        def loss(weights, probe_N):
+    def add_micro(total, numbered):
+        (sums, buffers), (micros, number) = total, numbered
+
+        def loss(others, in_scans, probe_N):
             (micro, count), *further = (
                 (m, _counts(m, total, fold)) for m, total in zip(micros, totals, strict=True)
             )
-            draw = Draw(number, key, micro.get("routing"), probe_N)
-            model = layout.model(weights, buffers)
+            draw = Draw(number, key, micro.get("routing"), probe_N, in_scans)
+            model = layout.model(weights | others, buffers)
             return micro_loss(model, micro, count, draw, further, mtp_coeff)
 
         probe_N = None
         if cfg.remat != "none" and (layers := cfg.all_kinds().count("M")):
             probe_N = collectives.vary(jnp.zeros(layers, jnp.float32), fold.all)
-        (_, (losses, auxes)), (grads, agreed_N) = jax.value_and_grad(
-            loss, argnums=(0, 1), has_aux=True
-        )(weights, probe_N)
+        others = {name: w for name, w in weights.items() if name not in scanned}
+        in_scans = {name: sums[name] for name in scanned}
+        (_, (losses, auxes)), (grads, in_scans, agreed_N) = jax.value_and_grad(
+            loss, argnums=(0, 1, 2), has_aux=True
+        )(others, in_scans, probe_N)
         chosen = None
         if cfg.moe.router.record:
             chosen = by_layer(auxes, "experts").swapaxes(0, 1)
+        sums = in_scans | {
+            name: jax.tree.map(lambda s, g: s + g.astype(accum), sums[name], grads[name])
+            for name in others
+        }
         found = Found(losses, _without(auxes, "experts"), chosen, agreed_N)
-        return jax.tree.map(lambda g: g.astype(accum), grads), found
+        return (sums, _load_added(buffers, found.auxes, fold)), found
 
-    def add(total, numbered):
-        grads_sum, buffers = total
-        grads, found = of_micro(buffers, *numbered)
-        buffers = _load_added(buffers, found.auxes, fold)
-        return (jax.tree.map(jnp.add, grads_sum, grads), buffers), found
-
-    if batch["tokens"].shape[0] == 1:  # one that is alone pays for no sum
-        one = jax.tree.map(lambda a: a[0], batches)
-        grads, found = of_micro(state.buffers, one, jnp.zeros((), jnp.int32))
-        return grads, jax.tree.map(lambda a: a[None], found)
     zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, accum), weights)
-    numbered = (batches, jnp.arange(batch["tokens"].shape[0], dtype=jnp.int32))
     first = (collectives.vary(zeros, fold.all), state.buffers)
-    (grads, _), found = jax.lax.scan(add, first, numbered)
+    numbered = (batches, jnp.arange(batch["tokens"].shape[0], dtype=jnp.int32))
+    if batch["tokens"].shape[0] == 1:  # no loop around what comes once
+        (grads, _), found = add_micro(first, jax.tree.map(lambda a: a[0], numbered))
+        return grads, jax.tree.map(lambda a: a[None], found)
+    (grads, _), found = jax.lax.scan(add_micro, first, numbered)
     return grads, found

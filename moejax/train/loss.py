@@ -41,30 +41,36 @@ def target_weights(
 
 
 def token_nll(
-    model: Transformer, x_tD: Float[Array, "t D"], targets_bL: Int[Array, "b L"]
-) -> Float[Array, " T"]:
-    """Returns the negative log-likelihood, in nats, of each target of this row group."""
+    model: Transformer, states: Sequence[Float[Array, "t D"]], targets: Sequence[Int[Array, "b L"]]
+) -> list[Float[Array, " T"]]:
+    """Returns the negative log-likelihoods, in nats, of each target of this row group: one array
+    for each of the states and its targets. The head is gathered once for all of them."""
     fold = model.fold
     tp = fold["tp"]
-    x_TD, w_Dv = collectives.all_gather(x_tD, tp), model.head_weight()
-    target_T = collectives.vary(targets_bL.reshape(-1), fold.all)
+    x_TD = jnp.concatenate([collectives.all_gather(x_tD, tp) for x_tD in states])
+    w_Dv = model.head_weight()
+    flat_T = jnp.concatenate([targets_bL.reshape(-1) for targets_bL in targets])
+    target_T = collectives.vary(flat_T, fold.all)
     local_T = target_T - collectives.axis_index(tp) * w_Dv.shape[1]
     lse_T, logit_T = logit_stats(x_TD, w_Dv, local_T, valid_vocab=model.tokens_here())
     peak_T = collectives.pmax(lse_T, tp)
     lse_T = jnp.log(collectives.psum(jnp.exp(lse_T - peak_T), tp)) + peak_T
-    return lse_T - collectives.psum(logit_T, tp)
+    return jnp.split(lse_T - collectives.psum(logit_T, tp), len(states))
 
 
-def nll_sum(
+def nll_sums(
     model: Transformer,
-    x_tD: Float[Array, "t D"],
-    targets_bL: Int[Array, "b L"],
-    weights_bL: Float[Array, "b L"],
-) -> Float[Array, ""]:
-    """Returns the weighted sum of the negative log-likelihoods of this row group's targets."""
-    nll_T = token_nll(model, x_tD, targets_bL)
-    weight_T = weights_bL.reshape(-1).astype(nll_T.dtype)
-    return jnp.where(weight_T > 0, nll_T * weight_T, 0.0).sum()
+    states: Sequence[Float[Array, "t D"]],
+    targets: Sequence[Int[Array, "b L"]],
+    weights: Sequence[Shaped[Array, "b L"]],
+) -> list[Float[Array, ""]]:
+    """Returns the weighted sums of the negative log-likelihoods of this row group's targets, one
+    for each of the states."""
+    found = []
+    for nll_T, weights_bL in zip(token_nll(model, states, targets), weights, strict=True):
+        weight_T = weights_bL.reshape(-1).astype(nll_T.dtype)
+        found.append(jnp.where(weight_T > 0, nll_T * weight_T, 0.0).sum())
+    return found
 
 
 class Losses(NamedTuple):
@@ -94,13 +100,15 @@ def micro_loss(
     """
     fold = model.fold
     x_tD, auxes = model.hidden(*_inputs(micro), counts, draw)
-    nll, ahead = _mean_nll(model, x_tD, micro, counts), jnp.zeros((), jnp.float32)
+    states = [x_tD]
     for depth, (moved, count) in enumerate(further):
         x_tD, auxes[f"mtp_{depth}"] = model.predict_ahead(
             depth, x_tD, *_inputs(moved), count, draw
         )
-        ahead = ahead.astype(nll.dtype) + _mean_nll(model, x_tD, moved, count) / len(further)
-    nll, ahead = collectives.psum((nll, ahead.astype(nll.dtype)), fold.batch)
+        states.append(x_tD)
+    nll, *others = _mean_nlls(model, states, [(micro, counts), *further])
+    ahead = sum(others, jnp.zeros_like(nll)) / max(len(further), 1)
+    nll, ahead = collectives.psum((nll, ahead), fold.batch)
     extra = jnp.zeros((), nll.dtype)
     for aux in (aux for stack in auxes.values() for aux in stack.values()):
         extra += balance.weighted(aux, model.cfg.moe.balance).sum().astype(extra.dtype)
@@ -112,7 +120,14 @@ def _inputs(micro: Micro) -> tuple[Array, Array, Array]:
     return micro["tokens"], micro["segment_ids"], micro["positions"]
 
 
-def _mean_nll(model: Transformer, x_tD, micro: Micro, counts: Counts) -> Float[Array, ""]:
-    """Returns this microbatch and row group's share of the mean over the step."""
-    nll = nll_sum(model, x_tD, micro["targets"], micro["weights"])
-    return nll / jnp.maximum(counts.targets, 1.0).astype(nll.dtype)
+def _mean_nlls(
+    model: Transformer, states: Sequence[Array], micros: Sequence[tuple[Micro, Counts]]
+) -> list[Float[Array, ""]]:
+    """Returns this microbatch and row group's shares of the means over the step."""
+    targets, weights = ([micro[name] for micro, _ in micros] for name in ("targets", "weights"))
+    return [
+        nll / jnp.maximum(counts.targets, 1.0).astype(nll.dtype)
+        for nll, (_, counts) in zip(
+            nll_sums(model, states, targets, weights), micros, strict=True
+        )
+    ]

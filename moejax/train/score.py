@@ -46,7 +46,8 @@ def make_token_nll(layout: Layout) -> TokenNLL:
         )
         counted = count_batch(segment_ids_bL, targets_bL, fold)
         x_tD, _ = model.hidden(tokens_bL, segment_ids_bL, places_bL, one_microbatch(counted))
-        nll_bL = token_nll(model, x_tD, targets_bL).reshape(targets_bL.shape)
+        (nll_T,) = token_nll(model, [x_tD], [targets_bL])
+        nll_bL = nll_T.reshape(targets_bL.shape)
         return jnp.where(targets_bL >= 0, nll_bL, 0)
 
     rows = P(fold["dp"] or None)

@@ -29,7 +29,7 @@ from moejax.model import balance
 from moejax.model.config import ModelConfig
 from moejax.model.stream import count_batch, one_microbatch
 from moejax.train.gradients import Batch, Found, by_block, by_layer, stored_to_used, sum_micro_grads
-from moejax.train.loss import MEANS, nll_sum
+from moejax.train.loss import MEANS, nll_sums
 from moejax.train.optimizer import (
     OptimizerConfig,
     apply_update,
@@ -39,6 +39,7 @@ from moejax.train.optimizer import (
     num_updates,
 )
 from moejax.train.state import Layout, TrainState
+from pallas_kernels import deviceless
 
 SCALARS = ("loss", "grad_norm", "lr", "skipped", "overflowed", "num_tokens")
 
@@ -182,6 +183,11 @@ def _metric_specs(model_cfg: ModelConfig, layout: Layout, with_grads: bool) -> d
     return specs | ({"grads": layout.specs.params} if with_grads else {})
 
 
+def _options(layout: Layout) -> dict | None:
+    """Returns the compiler options of a step on the layout's devices."""
+    return deviceless.SCHEDULING if layout.mesh.devices.flat[0].platform == "gpu" else None
+
+
 def make_train_step(
     model_cfg: ModelConfig,
     opt_cfg: OptimizerConfig,
@@ -241,7 +247,7 @@ def make_train_step(
         out_specs=(layout.specs, metric_specs),
         check_vma=True,
     )
-    return jax.jit(sharded, donate_argnums=0)
+    return jax.jit(sharded, donate_argnums=0, compiler_options=_options(layout))
 
 
 def make_eval_step(layout: Layout) -> jax.stages.Wrapped:
@@ -256,7 +262,8 @@ def make_eval_step(layout: Layout) -> jax.stages.Wrapped:
             x_tD, _ = model.hidden(
                 micro["tokens"], micro["segment_ids"], micro["positions"], one_microbatch(counted)
             )
-            nll = nll_sum(model, x_tD, micro["targets"], micro["targets"] >= 0)
+            targets_bL = micro["targets"]
+            (nll,) = nll_sums(model, [x_tD], [targets_bL], [targets_bL >= 0])
             nll = collectives.psum(nll, fold.batch)
             return total + nll.astype(total.dtype), counted.targets
 

@@ -73,6 +73,33 @@ def test_gradients_equal_those_of_an_unrolled_loop(remat):
         assert max_relative_error(mine, expected) < 2e-6
 
 
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_sums_get_the_gradients_added(remat):
+    """Of two scans that differ in the sums alone; what stands beside the weights gets its own."""
+    stored, buffers, x, shared = toy_inputs()
+    before = jax.tree.map(lambda w: jnp.cos(w), stored)
+
+    def loss(stored, extra, sums):
+        def layer(weights, buffers, x, shared, choices):
+            y, aux, made = toy_layer(weights[0], buffers, x, shared)
+            return y + weights[1][None], aux, made
+
+        def run(stored, x, buffers, shared):
+            both = lambda p: (toy_weights_of(p[0]), p[1])  # noqa: E731
+            pair = (stored, extra)
+            return scan_layers(layer, both, pair, buffers, x, shared, remat=remat, sums=sums)
+
+        y, aux, _ = run(stored, x, buffers, shared)
+        return (y * jnp.cos(y)).sum() + (aux["square"] * jnp.arange(1.0, LAYERS + 1)).sum()
+
+    extra = jnp.ones((LAYERS, WIDTH), jnp.float32) / 7
+    right, d_extra = jax.grad(loss, argnums=(0, 1))(stored, extra, None)
+    summed, d_extra_too = jax.grad(loss, argnums=(2, 1))(stored, extra, before)
+    np.testing.assert_array_equal(d_extra, d_extra_too)
+    for mine, d, start in zip(*map(jax.tree.leaves, (summed, right, before)), strict=True):
+        assert max_relative_error(mine, start + d) < 2e-7
+
+
 def one_unit(compute_dtype: str):
     """Returns (layer, stored, weights_of, buffers, x, stream) of one abstract layer of a demo."""
     base, precision = demo().model, PrecisionConfig(compute_dtype=compute_dtype)

@@ -241,6 +241,7 @@ def test_moejax_s_own_step_is_described():
         ({"tp": 3}, "tp=3 x cp=1 x pp=1 do not divide 64"),
         ({"ep": 128}, "ep=128 x etp=1 x pp=1 do not divide 64"),
         ({"rows": 3}, "rows=3 x dp=64"),
+        ({"zero": 3}, "zero=3 is described for"),
     ],
 )
 def test_setups_that_cannot_be_are_refused(wrong, message):

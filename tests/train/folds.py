@@ -63,6 +63,7 @@ LOSSES = (("sequence_coeff", 0.05), ("global_coeff", 0.1))  # beside the demo's 
 QUANTILE = (("batch_coeff", 0.0), ("quantile_rate", 0.5))
 SIGMOID, BIAS = (("score", "sigmoid"), ("scale", 2.5)), (("bias_rate", 1e-3),)
 LATENT = (("latent_dim", 8), ("shared_gate", True))
+PIECES = (("pieces", 2),)
 DM = (("pattern", "DM"), ("num_layers", 2))
 # Attention of each kind and option; tp=4 has two devices to each key/value head of OLMoE's.
 OLMOE_HEADS = (("attention", shrunken(OLMOE, 8, 2)),)
@@ -77,7 +78,7 @@ FOLDS = {
     for case in (
         _case("dp4tp4-ep8-zero1", "all_to_all", model=OLMOE_HEADS, balance=QUANTILE, moe=LATENT, dp=4, tp=4, ep=8, zero=1),  # noqa: E501
         _case("dp4tp4-ep4etp2-zero3", "all_gather", 4, MLA_LITE, balance=SEQUENCE, dp=4, tp=4, ep=4, etp=2, zero=3),  # noqa: E501
-        _case("dp4tp4-ep4etp4-zero3", "ragged", 4, MLA_MTP, balance=LOSSES, dp=4, tp=4, ep=4, etp=4, zero=3),  # noqa: E501
+        _case("dp4tp4-ep4etp4-zero3", "ragged", 4, MLA_MTP, balance=LOSSES, moe=PIECES, dp=4, tp=4, ep=4, etp=4, zero=3),  # noqa: E501
         _case("dp8tp2-ep2etp4-zero0", "reference", model=WINDOWS, router=SIGMOID, balance=BIAS, moe=GPT_OSS_EXPERTS, dp=8, tp=2, ep=2, etp=4, zero=0),  # noqa: E501
         _case("dp16-ep16-zero1", "all_to_all", balance=SEQUENCE, dp=16, ep=16, zero=1),
         _case("dp8tp2-edp16-zero3", "all_gather", model=(("tied", True),), dp=8, tp=2, zero=3),

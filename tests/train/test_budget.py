@@ -21,7 +21,9 @@ def config(folder: Path, name: str, dispatch: str, budget: float, force: str = "
     base = tiny_fold8()
     jitter = 0.1 if force else 0.0  # the second run of a batch draws the same numbers
     router = replace(base.model.moe.router, force=force, jitter=jitter)
-    moe = replace(base.model.moe, dispatch=dispatch, budget=budget, router=router)
+    # Without a budget, by the program that runs a step again: tokens in pieces.
+    moe = replace(base.model.moe, dispatch=dispatch, budget=budget, router=router,
+                  pieces=1 if budget else 0)  # fmt: skip
     return replace(
         base, name=name, runs_dir=str(folder / "runs"), model=replace(base.model, moe=moe),
         data=replace(base.data, train=(str(folder / "text"),), eval=()),
