@@ -34,7 +34,7 @@ from moejax.plan.estimate import estimate
 from moejax.plan.hardware import CLUSTERS, Cluster, parse
 from moejax.plan.page import best_of, verdict, write_page
 from moejax.plan.plans import Plan
-from moejax.plan.search import Found, analytic_plan, caveat, confirm, search, short
+from moejax.plan.search import Found, analytic_plan, confirm, search, short
 from moejax.plan.settings import flags, write_recipe
 
 SWITCHES = ("--analytic", "--search", "--worst-case")
@@ -181,11 +181,8 @@ def _search(chosen: Options, console: Console) -> int:
     if status := _report(chosen, plans, plans[:1], console):
         return status
     recipe, base = chosen.recipes[0], load_recipe(chosen.recipes[0])
-    warning = caveat(plans[0].config, config)
-    why = f"{short(plans[0].config)}.\n\n{verdict(plans[0])} {warning}"
+    why = f"{short(plans[0].config)}.\n\n{verdict(plans[0])}"
     path = write_recipe(chosen.out, name, plans[0].config, recipe, base, why)
-    if warning:
-        console.print(warning, style="yellow")
     console.print(f"{path}: python launch/train.py --config={path}")
     console.print(f"or --config={recipe} {flags(plans[0].config, base)}")
     return 0

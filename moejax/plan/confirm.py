@@ -20,7 +20,7 @@ SAME = {
     "outputs": "batch and buffers", "weights, copied": "turned weights",
     "dispatch buffers": "dispatch and experts", "expert activations": "dispatch and experts",
     "router": "dispatch and experts", "mlp": "dense MLP", "embedding": "logits and loss",
-    "fragmentation": "packing",
+    "fragmentation": "packing", "gradient sums": "gradients",
 } | {kind: kind for kind in KINDS}  # fmt: skip
 
 

@@ -13,8 +13,9 @@ from moejax.core import sharding
 from moejax.core.mesh import Fold
 from moejax.model.config import ModelConfig
 from moejax.model.dispatch.base import rows_from_each
+from moejax.model.pieces import num_pieces
 from moejax.plan.hardware import Cluster
-from moejax.plan.resting import Weight, resting, weights
+from moejax.plan.resting import resting, weights
 
 USABLE = 0.92
 """Share of a GPU's memory that a program may plan with: CUDA's context, NCCL's buffers and the
@@ -84,10 +85,22 @@ class Sizes:
         return self.row_tokens / self.fold.degree("tp")
 
     @property
+    def pieces(self) -> int:
+        """Equal pieces in which a layer's tokens go to the experts (`MoEConfig.pieces`)."""
+        moe, t = self.config.model.moe, int(self.tokens)
+        if moe.pieces:
+            return num_pieces(t, moe.pieces)
+        ep = self.fold.degree("ep")
+        worst = ep * rows_from_each(t, moe.top_k, moe.num_experts, ep, 0.0)
+        return num_pieces(t, worst / (t * moe.top_k))
+
+    @property
     def received(self) -> int:
-        """Rows s that the experts have room for."""
-        moe, ep = self.config.model.moe, self.fold.degree("ep")
-        etp, t = self.fold.degree("etp"), int(self.tokens)
+        """Rows s that the experts have room for, of one piece."""
+        return self._room(int(self.tokens) // self.pieces)
+
+    def _room(self, t: int) -> int:
+        moe, ep, etp = self.config.model.moe, self.fold.degree("ep"), self.fold.degree("etp")
         if moe.dispatch in ("ragged", "all_to_all"):
             return ep * etp * rows_from_each(t, moe.top_k, moe.num_experts, ep, moe.budget)
         return ep * etp * t * min(moe.top_k, moe.num_experts)
@@ -105,87 +118,63 @@ def estimate(config: Config, fold: Fold, *, worst_case: bool = False) -> Memory:
     if worst_case:
         config = dataclasses.replace(config, model=config.model.worst_case())
     sizes, rest = Sizes(config, fold), resting(config, fold)
-    always = _always(sizes)
-    gradients, once = _gradients(sizes)
-    moments = {
-        "head": {"gradients": gradients} | _head(sizes),
-        "layer": {"gradients": gradients + once} | _layer(sizes),
-        "update": {"gradients": gradients + once},
-    }
-    if config.train.microbatches == 1:  # nothing is added up
-        moments["head"]["gradients"] = 0.0
-        moments["layer"]["gradients"] = moments["update"]["gradients"] = gradients
+    always, gradients = _always(sizes), _gradients(sizes)
+    moments = {"head": _head(sizes), "layer": _layer(sizes), "update": _update(sizes)}
     totals = {name: sum(found.values()) for name, found in moments.items()}
     moment = max(totals, key=lambda name: totals[name])
-    own = always | moments[moment]
-    own["gathered weights"] = always["gathered weights"] + moments[moment].get(
-        "gathered weights", 0.0
-    )
-    lasting = own["gradients"] + own["turned weights"]
-    own["packing"] = PACKING * (sum(own.values()) - lasting)
+    own = {
+        kind: always.get(kind, 0.0) + moments[moment].get(kind, 0.0)
+        for kind in always.keys() | moments[moment].keys()
+    }
+    own["packing"] = PACKING * sum(own.values())
+    own["gradients"] = own.get("gradients", 0.0) + gradients
     kinds = tuple((kind, (rest | own).get(kind, 0.0)) for kind in KINDS)
     return Memory(tuple(pair for pair in kinds if pair[1]), moment, sizes.received)
 
 
 def _always(sizes: Sizes) -> dict[str, float]:
-    """What is there through all of a microbatch: saved activations, and copies of weights that
-    live as long as the loop over microbatches."""
+    """What is there through all of a microbatch: saved activations, and weights that are gathered
+    once a step."""
     config, fold = sizes.config, sizes.fold
-    zero, made = config.parallel.zero, weights(config)
-    store, used = sharding.store_table(zero), sharding.COMPUTE
-    gathered = turned = 0.0
-    for weight in made:
-        if zero == 1 and weight.elements(used, fold) != weight.elements(store, fold):
-            gathered += weight.elements(used, fold) * weight.itemsize
-        if zero == 3:
-            turned += _turned(weight, fold)
-    vocabulary = config.model.padded_vocab / fold.degree("tp") * config.model.dim
-    gathered += sizes.itemsize * vocabulary  # the embedding, cast
-    return {
-        "saved activations": _saved(sizes),
-        "turned weights": turned,
-        "gathered weights": gathered,
-    }
+    store, used = sharding.store_table(config.parallel.zero), sharding.COMPUTE
+    gathered = sum(
+        weight.elements(used, fold) * weight.itemsize
+        for weight in weights(config)
+        if config.parallel.zero == 1 and weight.elements(used, fold) != weight.elements(store, fold)
+    )
+    return {"saved activations": _saved(sizes), "gathered weights": gathered}
 
 
-def _turned(weight: Weight, fold: Fold) -> float:
-    """Bytes of a weight's transposed copy. A weight that is gathered along another dim than its
-    first is turned for that, and XLA does so before the loop, for all layers at once."""
-    dims = weight.dims[1:] if weight.stacked else weight.dims
-    split = weight.gather_dim
-    if split is None or split == dims[0] or fold.degree(sharding.SHARDED[split]) == 1:
-        return 0.0
-    return weight.elements(sharding.SHARDED, fold) * weight.itemsize
-
-
-def _gradients(sizes: Sizes) -> tuple[float, float]:
-    """Returns (bytes of the sum over microbatches, bytes of one microbatch's)."""
+def _gradients(sizes: Sizes) -> float:
+    """Bytes of the sums of gradients, to which every layer's are added in their place."""
     config, fold = sizes.config, sizes.fold
     table = sharding.store_table(3) if config.parallel.zero == 3 else sharding.COMPUTE
     accum = config.precision.dtype("accum").itemsize
-    held = [(w, w.elements(table, fold)) for w in weights(config)]
-    return sum(accum * n for _, n in held), sum(w.itemsize * n for w, n in held)
+    return sum(accum * w.elements(table, fold) for w in weights(config))
+
+
+def _update(sizes: Sizes) -> dict[str, float]:
+    """What the update needs: gradients in the parameters' dtype, where their sums are in another,
+    and where these are reduced to where parameters rest."""
+    config, fold = sizes.config, sizes.fold
+    made, store = weights(config), sharding.store_table(config.parallel.zero)
+    same = config.precision.dtype("accum") == config.precision.dtype("param")
+    if same and config.parallel.zero != 1:
+        return {"gradients": 0.0}
+    return {"gradients": sum(w.itemsize * w.elements(store, fold) for w in made)}
 
 
 def _head(sizes: Sizes) -> dict[str, float]:
-    """Buffers while the head's gradient is summed over chunks of tokens: the float32 sum twice
-    (product, and carry), the head and its cast gradient, one chunk of logits."""
+    """Buffers while the head's gradient is summed in float32 over chunks of tokens: that sum, the
+    head, and of one chunk the logits and their gradient."""
     model, fold = sizes.config.model, sizes.fold
     vocabulary = model.padded_vocab / fold.degree("tp")
     whole = vocabulary * model.dim
     chunk = min(LOGIT_ROWS, sizes.row_tokens) * vocabulary
     return {
         "gathered weights": sizes.itemsize * whole,
-        "logits and loss": 2 * 4 * whole + sizes.itemsize * chunk + _further_heads(sizes),
+        "logits and loss": 4 * whole + (4 + sizes.itemsize) * chunk,
     }
-
-
-def _further_heads(sizes: Sizes) -> float:
-    """Bytes of the head's float32 gradients that wait to be joined: its own, and one for each
-    further module."""
-    model = sizes.config.model
-    whole = model.padded_vocab / sizes.fold.degree("tp") * model.dim
-    return 4 * whole * (1 + model.mtp_depth) if model.mtp_depth else 0.0
 
 
 def _saved(sizes: Sizes) -> float:
@@ -222,7 +211,7 @@ def _saved_moe(sizes: Sizes) -> float:
     """Bytes that one MoE layer saves: rows before and after the first product, scores."""
     moe, item, model = sizes.config.model.moe, sizes.itemsize, sizes.config.model
     width, f = moe.latent_dim or model.dim, moe.ffn_dim / sizes.fold.degree("etp")
-    routed = item * sizes.received * (width + 2 * f)
+    routed = item * sizes.received * (width + 2 * f) if sizes.pieces == 1 else 0.0
     scores = 3 * 4 * sizes.tokens * moe.num_experts
     shared = _saved_mlp(sizes, moe.shared_ffn_dim) if moe.shared_ffn_dim else 0.0
     return routed + scores + item * sizes.tokens * model.dim + shared
@@ -236,19 +225,21 @@ def _saved_mlp(sizes: Sizes, width: int) -> float:
 
 def _layer(sizes: Sizes) -> dict[str, float]:
     """Buffers of one layer's backward pass, the largest of its parts, where everything that it
-    computed again is there as well; gradients of embedding and head wait to be reduced."""
+    computed again is there as well; the head's gradient waits to be reduced."""
     config, fold, item = sizes.config, sizes.fold, sizes.itemsize
     model, moe = config.model, config.model.moe
     whole = model.padded_vocab / fold.degree("tp") * model.dim
-    found = {"logits and loss": item * whole + _further_heads(sizes)}
-    found["gathered weights"] = _one_layer(sizes)
+    found = {"gathered weights": _one_layer(sizes), "logits and loss": 4 * whole}
     again = model.remat == "full"
     if "M" in model.all_kinds():
         width, f = moe.latent_dim or model.dim, moe.ffn_dim / fold.degree("etp")
-        sent = sizes.tokens * moe.top_k * width
+        sent = sizes.tokens / sizes.pieces * moe.top_k * width
         # Rows' gradients in, rows' gradients out; both halves' gradients; sent and their zeros.
         rows = sizes.received * (2 * width + 3 * f + again * (width + f))
         found["dispatch and experts"] = item * (rows + 2 * sent)
+        if sizes.pieces > 1:  # the experts' gradients are summed over the pieces
+            one = moe.num_experts / fold.degree("ep") * 3 * width * f
+            found["dispatch and experts"] += 4 * one
     found["attention"] = _saved_attention(sizes)
     if "D" in model.all_kinds() or moe.shared_ffn_dim:
         width = max(model.ffn_dim * ("D" in model.all_kinds()), moe.shared_ffn_dim)

@@ -119,17 +119,13 @@ def compared(plans: Sequence[Plan]) -> Table:
 
 
 def searched(found: Found, count: int) -> Table:
-    """Returns the table of the best candidates of a search; where these all round the sums of
-    gradients, the best that does not follows."""
+    """Returns the table of the best candidates of a search."""
     where = f"{found.num_gpus} {found.cluster.name}"
     table = Table(title=f"Best folds on {where}", box=None, title_justify="left")
     table.add_column("fold", overflow="fold")
     for name in ("GiB", "a step", "tokens/s"):
         table.add_column(name, justify="right")
-    shown = distinct(found.ranked, count)
-    sums = found.base.precision.accum_dtype
-    same = [one for one in found.ranked if one.config.precision.accum_dtype == sums]
-    for one in shown if set(map(id, same)) & set(map(id, shown)) else [*shown, *same[:1]]:
+    for one in distinct(found.ranked, count):
         table.add_row(
             short(one.config), f"{one.memory.total / GIB:.1f}", f"{one.seconds:.2f} s",
             f"{one.tokens_per_second:,.0f}",

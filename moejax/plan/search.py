@@ -1,9 +1,9 @@
 """The best plans for a model on a cluster: every fold weighed, those that fit priced, ranked.
 
-Model, global batch, sequence length, budget and dispatcher stay as they are. What varies are the
-degrees of the fold, rows a microbatch, ZeRO stage and what is computed again; and, where that buys
-much (`WORTH`), the format in which gradients are summed. Memory is the estimate's, time that of the
-analytic list of operations; the compiler then confirms the best few (`confirm`).
+Model, global batch, sequence length, budget, dispatcher and number formats stay as they are. What
+varies are the degrees of the fold, rows a microbatch, ZeRO stage and what is computed again: none
+of it changes a result but by rounding. Memory is the estimate's, time that of the analytic list of
+operations; the compiler then confirms the best few (`confirm`).
 """
 
 import dataclasses
@@ -24,10 +24,6 @@ from moejax.plan.settings import changed
 MOST_ROWS = 64
 """Rows of a microbatch on one GPU: more fill no kernel better."""
 LARGEST_TP, LARGEST_ETP = 8, 8
-NARROW_SUMS = {"precision.accum_dtype": "bfloat16"}
-"""Halves the sums of gradients over microbatches, and rounds them."""
-WORTH = 1.25
-"""By how much faster that has to make the best plan, to be listed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,19 +126,6 @@ def search(
 
     Where nothing fits, `ranked` is empty and `smallest` says how near it came.
     """
-    found = _search(base, cluster, num_gpus, progress, worst_case)
-    if base.precision.accum_dtype != "float32":
-        return found
-    progress("with gradients summed in bfloat16:")
-    narrow = _search(changed(base, NARROW_SUMS), cluster, num_gpus, progress, worst_case)
-    fastest = found.ranked[0].tokens_per_second if found.ranked else 0.0
-    worth = [one for one in narrow.ranked if one.tokens_per_second > WORTH * fastest]
-    ranked = _in_order([*found.ranked, *worth])
-    smallest = found.smallest if ranked else narrow.smallest
-    return dataclasses.replace(found, ranked=ranked, smallest=smallest)
-
-
-def _search(base: Config, cluster: Cluster, num_gpus: int, progress, worst_case: bool) -> Found:
     counts: Counter[str] = Counter()
     fitting: list[tuple[Config, Memory]] = []
     smallest: tuple[Config, Memory] | None = None
@@ -190,8 +173,7 @@ def distinct(ranked: tuple[Candidate, ...], count: int) -> list[Candidate]:
     chosen: list[Candidate] = []
     for candidate in ranked:
         parallel, train = candidate.config.parallel, candidate.config.train
-        sums = candidate.config.precision.accum_dtype
-        key = (parallel.tp, parallel.ep, parallel.etp, train.microbatches, sums)
+        key = (parallel.tp, parallel.ep, parallel.etp, train.microbatches)
         if key not in seen:
             seen.add(key)
             chosen.append(candidate)
@@ -221,20 +203,6 @@ def confirm(
         plans.append(plan := compiled(candidate.config))
         factor = max(factor, plan.memory.total / candidate.memory.total)
     return sorted(plans, key=lambda plan: (not plan.fits, plan.seconds))
-
-
-def caveat(config: Config, base: Config) -> str:
-    """Returns what a found config computes otherwise than its base, in a sentence; "" if nothing.
-
-    Folds, microbatches and what is computed again change no result but by rounding.
-    """
-    sums = config.precision.accum_dtype
-    if sums == base.precision.accum_dtype:
-        return ""
-    return (
-        f"Gradients are summed over {config.train.microbatches} microbatches in {sums}, which "
-        f"rounds them; without that the best fold is at least {WORTH - 1:.0%} slower."
-    )
 
 
 def short(config: Config) -> str:

@@ -7,11 +7,11 @@ import jax
 import pytest
 from flax import nnx
 
-from configs import deepseek_v3, gpt_oss, moonlight, qwen3_moe
+from configs import deepseek_v3, qwen3_moe
 from moejax.config import Config
 from moejax.core import params
 from moejax.core.mesh import make_mesh
-from moejax.model.transformer import ModelConfig, Transformer
+from moejax.model.transformer import Transformer
 from moejax.plan.estimate import KINDS, Sizes, estimate
 from moejax.plan.resting import check_divides, resting, weights
 from moejax.plan.settings import changed
@@ -85,31 +85,14 @@ QWEN, LARGE, V3 = (
 ONE_ROW = changed(V3, {"train.batch_size": 512, "train.microbatches": 2, "model.moe.budget": 1.25})
 
 
-NARROW = changed(
-    qwen3_moe.qwen3_30b_a3b(), {"train.microbatches": 64, "precision.accum_dtype": "bfloat16"}
-)
-
-
 @pytest.mark.parametrize(
     "config, gpus, worst_case, arguments, temporary",
     [
-        (QWEN, 16, False, 22.90, 18.1),
-        (shrunk(QWEN, num_layers=4), 16, False, 2.340, 5.37),
-        (shrunk(QWEN, num_layers=8, remat="none"), 16, False, 4.210, 12.11),
-        (LARGE, 256, False, 11.03, 16.18),
-        (V3, 256, False, 32.02, 90.08),
-        (ONE_ROW, 256, False, 32.01, 51.94),
-        (ONE_ROW, 256, True, 32.01, 104.3),
-        (changed(LARGE, {"parallel.ep": 4, "train.microbatches": 1}), 256, False, 11.03, 57.04),
-        (NARROW, 8, False, 45.82, 28.84),
-        # The estimate was finished before these two were compiled.
-        (moonlight.moonlight_16b_h100x8(), 8, False, 23.99, 10.10),
-        (gpt_oss.gpt_oss_120b_h100x64(), 64, False, 21.95, 29.60),
+        (QWEN, 16, False, 22.91, 11.34),
+        (V3, 256, False, 32.02, 56.24),
+        (ONE_ROW, 256, True, 32.01, 25.66),
     ],
-    ids=[
-        "30b", "30b-4", "30b-8-none", "235b-tp2", "v3", "v3-1", "v3-1-worst", "235b-alone",
-        "30b-narrow", "moonlight", "gpt-oss",
-    ],
+    ids=["30b", "v3", "v3-1-worst"],
 )
 def test_the_estimate_is_near_what_the_compiler_planned(
     config, gpus, worst_case, arguments, temporary
@@ -122,13 +105,17 @@ def test_the_estimate_is_near_what_the_compiler_planned(
     assert {kind for kind, _ in memory.kinds} <= set(KINDS)
 
 
-def test_rows_follow_budget_and_worst_case():
+def test_rows_follow_budget_and_pieces():
     fold = V3.fold_over(256)
     tokens, top_k, experts, ep = 4 * 4096, 8, 256, 64
-    assert Sizes(V3, fold).received == 1.5 * tokens * top_k
+    assert (Sizes(V3, fold).received, Sizes(V3, fold).pieces) == (1.5 * tokens * top_k, 1)
+    # Without a budget, 64 ranks may send each token to four experts here: 32 balanced loads.
+    whole = changed(V3, {"model.moe.budget": 0.0})
+    assert Sizes(whole, fold).received == ep * tokens * min(top_k, experts // ep)
     worst = replace(V3, model=V3.model.worst_case())
-    assert Sizes(worst, fold).received == ep * tokens * min(top_k, experts // ep)
-    assert estimate(V3, fold).total < estimate(V3, fold, worst_case=True).total
+    assert (Sizes(worst, fold).received, Sizes(worst, fold).pieces) == (tokens * top_k, 32)
+    assert estimate(V3, fold, worst_case=True).total < estimate(V3, fold).total
+    assert estimate(whole, fold).total > 300 * GB
 
 
 def kind(config: Config, gpus: int, name: str) -> float:
@@ -143,22 +130,20 @@ def test_saved_activations_are_the_layers_inputs_or_all_of_them():
     assert kind(shrunk(QWEN, remat="none"), 16, "saved activations") > 20 * inputs
 
 
-def test_zero_and_microbatches_decide_what_gradients_cost():
+def test_zero_and_dtypes_decide_what_gradients_cost():
     count = sum(prod(w.shape) for w in weights(QWEN))
-    # Sum and one microbatch's, float32, over all 16: experts over ep, the others over dp.
-    assert kind(QWEN, 16, "gradients") == pytest.approx(2 * 4 * count / 16, rel=1e-3)
+    # One sum, float32, over all 16: experts over ep, the others over dp. Norms are everywhere.
+    assert kind(QWEN, 16, "gradients") == pytest.approx(4 * count / 16, rel=1e-3)
     alone = changed(QWEN, {"train.batch_size": 16, "train.microbatches": 1})
     assert kind(alone, 16, "gradients") == pytest.approx(4 * count / 16, rel=1e-3)
     whole = changed(QWEN, {"parallel.zero": 1})
     dense = sum(prod(w.shape) for w in weights(QWEN) if "expert" not in w.dims)
-    expected = 2 * 4 * (count / 16 + dense * 15 / 16)
-    assert kind(whole, 16, "gradients") == pytest.approx(expected, rel=1e-3)
-
-
-def test_weights_that_are_gathered_along_a_later_dim_are_turned():
-    """With edp = 4 both of an expert's weights are; with edp = 1 neither."""
-    model: ModelConfig = V3.model
-    experts = 58 * 256 * 3 * 7168 * 2048 * 4 / 256
-    assert experts < kind(V3, 256, "turned weights") < 1.05 * experts
-    assert model.moe.num_experts == 256
-    assert kind(QWEN, 16, "turned weights") < 0.05 * 30.5e9 * 4 / 16
+    expected = 4 * (count / 16 + dense * 15 / 16)
+    memory = estimate(whole, whole.fold_over(16))
+    update = 4 * count / 16 * (memory.moment == "update")  # reduced to where they rest
+    assert dict(memory.kinds)["gradients"] == pytest.approx(expected + update, rel=1e-3)
+    narrow = changed(QWEN, {"precision.accum_dtype": "bfloat16"})
+    memory = estimate(narrow, narrow.fold_over(16))
+    again = 4 * count / 16 * (memory.moment == "update")  # the update takes them in float32
+    expected = 2 * count / 16 + again
+    assert dict(memory.kinds)["gradients"] == pytest.approx(expected, rel=1e-3)

@@ -32,6 +32,8 @@ from moejax.plan.operations import (
 )
 from moejax.plan.plans import Plan, exposed, make_plan, model_flops, traffic
 from moejax.plan.search import analytic_plan
+from moejax.plan.settings import changed
+from moejax.train import units
 
 H100 = CLUSTERS["h100"]
 VOID = {"meta", "br"}
@@ -44,7 +46,7 @@ def fitting() -> Plan:
 
 @cache
 def failing() -> Plan:
-    return analytic_plan(deepseek_v3.v3(), H100, 256)
+    return analytic_plan(changed(deepseek_v3.v3(), {"train.microbatches": 5}), H100, 256)
 
 
 class Balanced(HTMLParser):
@@ -124,13 +126,13 @@ def test_bars_of_the_waterfall_add_up():
 def test_a_plan_that_does_not_fit_says_by_how_much_and_what_to_do():
     found = ways(failing())
     html = checked(page.render([failing()], {failing().name: found}))
-    assert f"exceeds what H100 GPUs hold by {failing().over / GIB:.1f} GiB" in html
+    assert f"exceeds what H100 GPUs hold by {units.data_size(failing().over)}" in html
     for way in found:
         assert way.text in html
     out = StringIO()
     report.show(failing(), found, Console(file=out, width=160))
     said = out.getvalue()
-    assert f"by {failing().over / GIB:.1f} GiB" in said
+    assert f"by {units.data_size(failing().over)}" in " ".join(said.split())
     assert "Ways under it" in said and found[0].text in said
     assert page.best_of([failing()]) is None
     assert page.best_of([failing(), fitting()]) == fitting()

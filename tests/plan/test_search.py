@@ -11,7 +11,7 @@ from moejax.plan import search
 from moejax.plan.__main__ import options, target
 from moejax.plan.advice import ways
 from moejax.plan.cost import Timeline
-from moejax.plan.estimate import estimate, room
+from moejax.plan.estimate import Memory, estimate, room
 from moejax.plan.hardware import CLUSTERS
 from moejax.plan.plans import Plan
 from moejax.plan.search import Found, analytic_plan, candidates, confirm, distinct, divisors
@@ -75,14 +75,17 @@ def test_of_near_duplicates_one_is_kept():
     assert len(set(keys)) == len(few) == 5 and few[0] == found().ranked[0]
 
 
+def scaled(memory: Memory, factor: float) -> Memory:
+    return replace(memory, kinds=tuple((kind, factor * size) for kind, size in memory.kinds))
+
+
 def compiler(factor: float, seen: list):
     """A compiler whose steps need `factor` times what was estimated."""
 
     def compiled(config: Config) -> Plan:
         seen.append(config)
         plan = analytic_plan(config, H100, 4)
-        kinds = tuple((kind, factor * size) for kind, size in plan.memory.kinds)
-        return replace(plan, memory=replace(plan.memory, kinds=kinds), compiled=True)
+        return replace(plan, memory=scaled(plan.memory, factor), compiled=True)
 
     return compiled
 
@@ -108,19 +111,6 @@ def test_what_the_compiler_needs_more_is_learnt():
     assert all(one.config not in seen[1:] for one in between)
 
 
-def test_rounded_sums_are_listed_only_where_they_buy_much():
-    """The 30B on eight H100s: 20 bytes a parameter and GPU leave no room for two rows, 18 do."""
-    config = qwen3_moe.qwen3_30b_a3b()
-    result = search.search(config, H100, 8)
-    sums = {c.config.precision.accum_dtype for c in result.ranked}
-    assert sums == {"float32", "bfloat16"}
-    plain = next(c for c in result.ranked if c.config.precision.accum_dtype == "float32")
-    rounded = result.ranked[0]
-    assert rounded.tokens_per_second > search.WORTH * plain.tokens_per_second
-    assert "sums in bfloat16" in search.short(rounded.config)
-    assert all(c.config.precision.accum_dtype == "float32" for c in found().ranked)
-
-
 def test_where_nothing_fits_the_smallest_is_named():
     small = replace(H100, gpu=replace(H100.gpu, memory_bytes=2 * 10**9))
     result = search.search(base(), small, 4)
@@ -129,16 +119,22 @@ def test_where_nothing_fits_the_smallest_is_named():
 
 
 def test_a_search_can_ask_that_the_worst_case_fits_too(monkeypatch):
-    """On GPUs of 17 GB some folds have no room for every row that may arrive."""
+    """Folds whose second run would need six times the memory are left out."""
+    weigh = search.weigh
+
+    def greedy(config, num_gpus, *, worst_case=False):
+        memory = weigh(config, num_gpus, worst_case=worst_case)
+        return scaled(memory, 6.0) if worst_case else memory
+
+    monkeypatch.setattr(search, "weigh", greedy)
     monkeypatch.setattr(search, "price", lambda *where: Timeline(1.0))
-    small = replace(H100, gpu=replace(H100.gpu, memory_bytes=17 * 10**9))
     either, both = (
-        search.search(base(), small, 4, worst_case=worst).ranked for worst in (False, True)
+        search.search(base(), H100, 4, worst_case=worst).ranked for worst in (False, True)
     )
     assert 0 < len(both) < len(either)
     for one in both:
         again = estimate(one.config, one.config.fold_over(4), worst_case=True)
-        assert max(again.total, one.memory.total) <= room(small)
+        assert 6 * again.total <= room(H100) and one.memory.total <= room(H100)
 
 
 def test_a_recipe_that_was_written_gives_the_config_again(tmp_path):
@@ -167,8 +163,8 @@ def test_sections_are_changed_together():
 
 @pytest.fixture(scope="module")
 def failing() -> Plan:
-    """DeepSeek-V3 on 256 H100s, four rows a microbatch: far too much."""
-    return analytic_plan(deepseek_v3.v3(), H100, 256)
+    """DeepSeek-V3 on 256 H100s, twelve rows a microbatch: far too much."""
+    return analytic_plan(changed(deepseek_v3.v3(), {"train.microbatches": 5}), H100, 256)
 
 
 def test_advice_applied_fits(failing):
@@ -180,7 +176,7 @@ def test_advice_applied_fits(failing):
         arguments = [a for a in way.text.split() if a.startswith("--config.")]
         gpus = [a for a in way.text.split() if a.startswith("--gpus=")] or ["--gpus=h100x256"]
         recipe = f"--config={REPOSITORY / 'configs/deepseek_v3.py'}:v3"
-        chosen = options([recipe, *arguments, *gpus])
+        chosen = options([recipe, "--config.train.microbatches=5", *arguments, *gpus])
         config, cluster, num_gpus = target(chosen, chosen.recipes[0])
         memory = estimate(config, config.fold_over(num_gpus))
         assert memory.total == pytest.approx(way.memory.total)
@@ -190,40 +186,41 @@ def test_advice_applied_fits(failing):
 
 
 def test_a_single_setting_is_preferred_to_several():
-    """Four rows a microbatch, nothing computed again: either alone is enough to change."""
-    config = changed(qwen3_moe.qwen3_30b_a3b_h100x16(), {"model.remat": "none"})
+    """Two rows a microbatch, nothing computed again: either alone is enough to change."""
+    config = changed(
+        qwen3_moe.qwen3_30b_a3b_h100x16(), {"model.remat": "none", "train.microbatches": 32}
+    )
     found = ways(analytic_plan(config, H100, 16))
     here = [way for way in found if way.num_gpus == 16 and way.cluster == H100]
     assert "--config.model.remat=full" in [way.text for way in here]
     assert all(len(way.text.split()) == 1 for way in here)
 
 
-def test_where_no_single_setting_is_enough_several_are_named(failing):
-    """V3 with everything saved needs three."""
-    here = [w for w in ways(failing) if (w.cluster, w.num_gpus) == (H100, 256)]
-    assert here and {len(way.text.split()) for way in here} == {2}
-    tight = changed(deepseek_v3.v3(), {"model.remat": "none", "train.microbatches": 20})
+def test_where_no_single_setting_is_enough_several_are_named():
+    """V3 with everything saved needs two."""
+    tight = changed(deepseek_v3.v3(), {"model.remat": "none"})
     found = ways(analytic_plan(tight, H100, 256))
     here = [w for w in found if (w.cluster, w.num_gpus) == (H100, 256)]
-    assert all(len(way.text.split()) == 3 for way in here) and here
+    assert here and all(len(way.text.split()) == 2 for way in here)
 
 
 def test_where_the_worst_case_was_looked_at_it_has_to_fit_too():
+    """The compiler found that it needs thrice the estimate: that is believed."""
     config = qwen3_moe.qwen3_30b_a3b_h100x16()
-    fold = config.fold_over(16)
-    plan = analytic_plan(changed(config, {"train.microbatches": 8}), H100, 16)
-    plan = replace(plan, again=estimate(plan.config, fold, worst_case=True))
-    assert plan.over_again > 0 and not plan.fits
+    plan = analytic_plan(config, H100, 16)
+    again = scaled(estimate(config, config.fold_over(16), worst_case=True), 3.0)
+    plan = replace(plan, again=again)
+    assert plan.over == 0 and plan.over_again > 0 and not plan.fits
     found = ways(plan)
-    assert {(w.cluster, w.num_gpus) for w in found} >= {(H100, 16)}
+    assert found
     for way in found:
         fold = way.config.fold_over(way.num_gpus)
-        assert estimate(way.config, fold, worst_case=True).total <= room(way.cluster)
+        assert 3 * estimate(way.config, fold, worst_case=True).total <= room(way.cluster)
         assert estimate(way.config, fold).total == way.memory.total <= room(way.cluster)
 
 
 def test_advice_believes_the_compiler(failing):
-    """Where the compiler needs twice the estimate, advice has to halve it."""
-    kinds = tuple((kind, 1.5 * size) for kind, size in failing.memory.kinds)
-    worse = replace(failing, memory=replace(failing.memory, kinds=kinds), compiled=True)
-    assert all(1.5 * way.memory.total <= room(way.cluster) for way in ways(worse))
+    """Where the compiler needs a fifth more than was estimated, advice has to save that too."""
+    worse = replace(failing, memory=scaled(failing.memory, 1.2), compiled=True)
+    found = ways(worse)
+    assert found and all(1.2 * way.memory.total <= room(way.cluster) for way in found)
