@@ -39,10 +39,7 @@ def compiled_plan(
     """
     compiled = compile_step(config, cluster, num_gpus, progress=progress)
     text = compiled.text
-    found = program.read(
-        text, cluster, rows=program.balanced_rows(config, num_gpus),
-        window=config.model.attention.window,
-    )  # fmt: skip
+    found = program.read_step(text, config, cluster, num_gpus)
     account = memory.account(text, compiled.buffers, compiled.live)
     plan = make_plan(config, cluster, num_gpus, _memory(account, config, num_gpus), found.events)
     again = None

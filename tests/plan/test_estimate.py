@@ -89,10 +89,30 @@ ONE_ROW = changed(V3, {"train.batch_size": 512, "train.microbatches": 2, "model.
     "config, gpus, worst_case, arguments, temporary",
     [
         (QWEN, 16, False, 22.91, 11.34),
+        (shrunk(QWEN, num_layers=4), 16, False, 2.341, 3.743),
+        (
+            changed(QWEN, {"parallel.dp": 8, "parallel.ep": 8, "train.microbatches": 32}),
+            8,
+            False,
+            45.82,
+            24.05,
+        ),
         (V3, 256, False, 32.02, 56.24),
+        (ONE_ROW, 256, False, 32.01, 28.06),
         (ONE_ROW, 256, True, 32.01, 25.66),
+        (LARGE, 256, False, 11.03, 8.082),
+        (shrunk(QWEN, num_layers=8, remat="none"), 16, False, 4.210, 10.76),
     ],
-    ids=["30b", "v3", "v3-1-worst"],
+    ids=[
+        "30b",
+        "30b-4",
+        "30b-8gpus",
+        "v3",
+        "v3-1",
+        "v3-1-worst",
+        "235b-tp2",
+        "30b-8-none",
+    ],
 )
 def test_the_estimate_is_near_what_the_compiler_planned(
     config, gpus, worst_case, arguments, temporary
