@@ -2,8 +2,9 @@
 
     .venv-gpu/bin/python -m benchmarks.plans [NAME ...]
 
-writes benchmarks/results/plans.md: all plans take half an hour on 2 cores. Needs the GPU compiler, and no GPU. Every number is the
-compiler's, or follows from its program by `moejax.plan.cost`; nothing here was measured on a GPU.
+writes benchmarks/results/plans.md; all plans take half an hour on 2 cores. Needs the GPU compiler,
+and no GPU. Every number is the compiler's, or follows from its program by `moejax.plan.cost`;
+nothing here was measured on a GPU.
 """
 
 import sys

@@ -16,10 +16,10 @@ from typing import NamedTuple
 from configs import deepseek_v3, gpt_oss, mixtral, qwen3_moe
 from moejax.model.config import ModelConfig
 from moejax.model.flops import attention_flops, linear_flops_per_token
-from moejax.plan.analytic import events
+from moejax.plan.analytic.events import events
+from moejax.plan.analytic.setup import Setup
 from moejax.plan.cost import simulate
 from moejax.plan.hardware import CLUSTERS
-from moejax.plan.setup import Setup
 
 RESULTS = Path(__file__).parent / "results" / "published.md"
 LENGTH = 4096
@@ -36,8 +36,8 @@ RULES = """\
   nothing is computed again, no interleaving; CUDA graphs are absent on Hopper, partial on
   Blackwell, and full with Bridge 26.06 and later, which brought them.
 - **Marked** rows (*) are two runs, each with partial and with full CUDA graphs. The one constant
-  that is chosen, `analytic.LAUNCHED`, is what brings these two *ratios* nearest to the published
-  ones. Every other constant has a source of its own, in `cost` and `hardware`.
+  that is chosen, `LAUNCHED` of the analytic plan, is what brings these two *ratios* nearest to
+  the published ones. Every other constant has a source of its own, in `cost` and `hardware`.
 - gpt-oss is compared in tokens/s, for its FLOPs were counted in different ways.
 """
 

@@ -53,8 +53,8 @@ def qwen3_30b_a3b() -> Config:
 
 
 def qwen3_30b_a3b_h100x16() -> Config:
-    """The 30B on 16 H100s, the published row's batch: 16 sequences a time on each GPU, which has all
-    experts of a layer while it computes that (ep=16 with one sequence a time is half as fast)."""
+    """The 30B on 16 H100s, the published row's batch: 16 sequences a time on each GPU, which has
+    all experts of a layer while it computes that (ep=16, one sequence a time: half as fast)."""
     base = qwen3_30b_a3b()
     return replace(
         base,

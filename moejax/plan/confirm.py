@@ -4,11 +4,11 @@ import dataclasses
 from collections.abc import Callable
 
 from moejax.config import Config
-from moejax.plan import memory, program
 from moejax.plan.compile import Compiled, compile_step
 from moejax.plan.estimate import KINDS, Memory, Sizes
 from moejax.plan.hardware import Cluster
 from moejax.plan.plans import Plan, make_plan
+from moejax.plan.reader import memory, program
 from moejax.train import units
 
 SHOWN = 24

@@ -14,7 +14,9 @@ from typing import Any
 
 from moejax.config import Config
 from moejax.model.stack import REMAT
-from moejax.plan import analytic, cost
+from moejax.plan import cost
+from moejax.plan.analytic.events import events
+from moejax.plan.analytic.setup import Setup
 from moejax.plan.estimate import Memory, estimate, room
 from moejax.plan.hardware import Cluster
 from moejax.plan.plans import Plan, make_plan
@@ -55,17 +57,17 @@ class Found:
 
 def price(config: Config, cluster: Cluster, num_gpus: int) -> cost.Timeline:
     """Returns the analytic Timeline of moejax's own step."""
-    setup = analytic.Setup.of(config, num_gpus)
-    return cost.simulate(analytic.events(setup, cluster), cluster)
+    setup = Setup.of(config, num_gpus)
+    return cost.simulate(events(setup, cluster), cluster)
 
 
 def analytic_plan(config: Config, cluster: Cluster, num_gpus: int) -> Plan:
     """Returns the plan of a config, without a compile. Raises ValueError where it cannot run."""
     fold = config.fold_over(num_gpus)
     check_divides(config, fold)
-    setup = analytic.Setup.of(config, num_gpus)
-    events = analytic.events(setup, cluster)
-    return make_plan(config, cluster, num_gpus, estimate(config, fold), events)
+    setup = Setup.of(config, num_gpus)
+    listed = events(setup, cluster)
+    return make_plan(config, cluster, num_gpus, estimate(config, fold), listed)
 
 
 def candidates(base: Config, cluster: Cluster, num_gpus: int) -> Iterator[dict[str, Any]]:

@@ -2,13 +2,13 @@
 
 import pytest
 
-from configs import qwen3_moe
 from moejax.plan.confirm import compiled_plan
 from moejax.plan.estimate import KINDS
 from moejax.plan.hardware import CLUSTERS
 from moejax.plan.plans import traffic
 from moejax.plan.search import analytic_plan
 from moejax.plan.settings import changed
+from tests.plan import folds
 
 pytestmark = pytest.mark.deviceless
 
@@ -17,7 +17,7 @@ H100 = CLUSTERS["h100"]
 
 def test_the_compilers_plan_is_near_the_estimate():
     config = changed(
-        qwen3_moe.qwen3_30b_a3b_h100x16(),
+        folds.qwen3_30b_16(),
         {"model.num_layers": 4, "model.vocab_size": 32768, "train.batch_size": 64,
          "train.microbatches": 4},
     )  # fmt: skip

@@ -17,6 +17,7 @@ from moejax.plan.resting import check_divides, resting, weights
 from moejax.plan.settings import changed
 from moejax.train.optimizer import decay_mask, make_optimizer
 from moejax.train.state import plan_state
+from tests.plan import folds
 
 GB = 1e9
 
@@ -80,7 +81,7 @@ def test_a_dim_that_does_not_divide_is_named():
 
 
 QWEN, LARGE, V3 = (
-    qwen3_moe.qwen3_30b_a3b_h100x16(), qwen3_moe.qwen3_235b_a22b_h100x256(), deepseek_v3.v3(),
+    folds.qwen3_30b_16(), folds.qwen3_235b_256(), deepseek_v3.v3(),
 )  # fmt: skip
 ONE_ROW = changed(V3, {"train.batch_size": 512, "train.microbatches": 2, "model.moe.budget": 1.25})
 

@@ -39,7 +39,7 @@ def test_mistakes_get_one_line_and_status_2(arguments, says, capsys, tmp_path):
 def test_a_plan_is_printed_and_written(capsys, tmp_path):
     assert main([f"{QWEN}:h100x16", "--analytic", f"--out={tmp_path}", "--worst-case"]) == 0
     said = capsys.readouterr().out
-    assert "On 16 H100s this step fits" in " ".join(said.split()) and "ep dispatch" in said
+    assert "On 16 H100s this step fits" in " ".join(said.split()) and "zero gather" in said
     assert "To run an overflowed batch again takes" in " ".join(said.split())
     (record,) = json.loads((tmp_path / "plan.json").read_text())
     config, cluster, num_gpus = target(options([f"{QWEN}:h100x16"]), f"{QWEN[9:]}:h100x16")

@@ -54,7 +54,7 @@ def test_the_constant_is_the_one_that_the_marked_pairs_choose(monkeypatch):
     assert all((a.graphs, b.graphs) == ("partial", "full") for a, b in pairs)
 
     def squares(microseconds: int) -> float:
-        monkeypatch.setattr("moejax.plan.analytic.LAUNCHED", microseconds * 1e-6)
+        monkeypatch.setattr("moejax.plan.analytic.events.LAUNCHED", microseconds * 1e-6)
         total = 0.0
         for partial, full in pairs:
             a, b = published.price(partial), published.price(full)

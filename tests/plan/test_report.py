@@ -10,7 +10,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from configs import deepseek_v3, qwen3_moe
+from configs import deepseek_v3
 from moejax.plan import page, report
 from moejax.plan.advice import ways
 from moejax.plan.charts import GIB, LABEL, RIGHT, WIDTH, layer_pair, waterfall
@@ -34,6 +34,7 @@ from moejax.plan.plans import Plan, exposed, make_plan, model_flops, traffic
 from moejax.plan.search import analytic_plan
 from moejax.plan.settings import changed
 from moejax.train import units
+from tests.plan import folds
 
 H100 = CLUSTERS["h100"]
 VOID = {"meta", "br"}
@@ -41,7 +42,7 @@ VOID = {"meta", "br"}
 
 @cache
 def fitting() -> Plan:
-    return analytic_plan(qwen3_moe.qwen3_30b_a3b_h100x16(), H100, 16)
+    return analytic_plan(folds.qwen3_30b_16(), H100, 16)
 
 
 @cache
@@ -159,7 +160,7 @@ def toy() -> Plan:
         Loop("microbatches", 10, (Loop("fwd", 2, layer), head, Loop("bwd", 2, back))), *copies,
     )  # fmt: skip
     memory = Memory((("weights", 6e9), ("gradients", 3e9)), "layer")
-    return make_plan(qwen3_moe.qwen3_30b_a3b_h100x16(), H100, 16, memory, events)
+    return make_plan(folds.qwen3_30b_16(), H100, 16, memory, events)
 
 
 def test_traffic_counts_loops_and_splits_what_is_exposed():

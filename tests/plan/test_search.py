@@ -16,6 +16,7 @@ from moejax.plan.hardware import CLUSTERS
 from moejax.plan.plans import Plan
 from moejax.plan.search import Found, analytic_plan, candidates, confirm, distinct, divisors
 from moejax.plan.settings import changed, differences, flags, recipe_text, write_recipe
+from tests.plan import folds
 
 H100 = CLUSTERS["h100"]
 
@@ -188,7 +189,7 @@ def test_advice_applied_fits(failing):
 def test_a_single_setting_is_preferred_to_several():
     """Two rows a microbatch, nothing computed again: either alone is enough to change."""
     config = changed(
-        qwen3_moe.qwen3_30b_a3b_h100x16(), {"model.remat": "none", "train.microbatches": 32}
+        folds.qwen3_30b_16(), {"model.remat": "none", "train.microbatches": 32}
     )
     found = ways(analytic_plan(config, H100, 16))
     here = [way for way in found if way.num_gpus == 16 and way.cluster == H100]
@@ -206,7 +207,7 @@ def test_where_no_single_setting_is_enough_several_are_named():
 
 def test_where_the_worst_case_was_looked_at_it_has_to_fit_too():
     """The compiler found that it needs thrice the estimate: that is believed."""
-    config = qwen3_moe.qwen3_30b_a3b_h100x16()
+    config = folds.qwen3_30b_16()
     plan = analytic_plan(config, H100, 16)
     again = scaled(estimate(config, config.fold_over(16), worst_case=True), 3.0)
     plan = replace(plan, again=again)

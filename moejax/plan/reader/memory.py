@@ -8,9 +8,9 @@ live at the moment when most is.
 import dataclasses
 import re
 
-from moejax.plan import buffers, hlo
-from moejax.plan.buffers import HOST_COLOR, Allocation, Piece, Value
-from moejax.plan.place import CORE, Context, Places, role_of, stop_of
+from moejax.plan.reader import buffers, hlo
+from moejax.plan.reader.buffers import HOST_COLOR, Allocation, Piece, Value
+from moejax.plan.reader.place import CORE, Context, Places, role_of, stop_of
 
 ARGUMENTS = {
     "state.params": "weights", "state.opt_state": "optimizer", "state.buffers": "router biases",
