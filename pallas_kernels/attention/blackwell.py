@@ -142,53 +142,58 @@ def _feed(spans, q, k, v, at, s: Scratch, call: Call):
             fetch(n)
 
     def for_tiles(n, visit):
+        """visit(t, whether it is its first) for each tile that sees any of block n."""
         for t, (from_, to) in enumerate(spans):
             j = lo + n
             pl.when((j >= from_) & (j < to))(partial(visit, t, j == from_))
-
-    def scores(n):
-        slot = slot_of(n, stages)
-        plgpu.barrier_wait(s.k_landed.at[slot])
-
-        def tile(t, is_first):
-            pl.when(is_first)(lambda: plgpu.barrier_wait(s.q_landed.at[t]))
-            pl.when(jnp.logical_not(is_first))(lambda: plgpu.barrier_wait(s.s_read.at[t]))
-            sum_over_lines(s.s.at[:, pl.ds(t * STEP, STEP)], s.q.at[t], s.k.at[slot])
-            plgpu.tcgen05_commit_arrive(s.s_ready.at[t])
-
-        for_tiles(n, tile)
-        plgpu.tcgen05_commit_arrive(s.k_used.at[slot])
-
-    def values(n):
-        slot, width = slot_of(n, stages), s.o.shape[1] // PAIR
-        plgpu.barrier_wait(s.v_landed.at[slot])
-
-        def tile(t, is_first):
-            plgpu.barrier_wait(s.p_ready.at[t])
-            acc, p = s.o.at[:, pl.ds(t * width, width)], s.p.at[:, pl.ds(t * STEP, STEP)]
-            more = jnp.logical_not(is_first)
-            plgpu.tcgen05_mma(acc, p, s.v.at[slot], s.o_ready.at[t], accumulate=more)
-
-        for_tiles(n, tile)
-        plgpu.tcgen05_commit_arrive(s.v_used.at[slot])
 
     def begin(n, _):
         fetch_k(n)
         fetch_v(n)
 
     def step(n, _):
-        pl.when(n + 1 < count)(lambda: scores(n + 1))
-        values(n)
+        pl.when(n + 1 < count)(lambda: _scores(n + 1, for_tiles, s, stages))
+        _values(n, for_tiles, s, stages)
         refill(n + stages, fetch_k, s.k_used)
         refill(n + stages - 1, fetch_v, s.v_used)
 
     lax.fori_loop(0, jnp.minimum(count, stages), begin, None)
-    pl.when(count > 0)(lambda: scores(jnp.int32(0)))
+    pl.when(count > 0)(lambda: _scores(jnp.int32(0), for_tiles, s, stages))
     lax.fori_loop(0, count, step, None)
 
 
+def _scores(n, for_tiles, s: Scratch, stages: int):
+    """Issues s = q k^T of block n of keys."""
+    slot = slot_of(n, stages)
+    plgpu.barrier_wait(s.k_landed.at[slot])
+
+    def tile(t, is_first):
+        pl.when(is_first)(lambda: plgpu.barrier_wait(s.q_landed.at[t]))
+        pl.when(jnp.logical_not(is_first))(lambda: plgpu.barrier_wait(s.s_read.at[t]))
+        sum_over_lines(s.s.at[:, pl.ds(t * STEP, STEP)], s.q.at[t], s.k.at[slot])
+        plgpu.tcgen05_commit_arrive(s.s_ready.at[t])
+
+    for_tiles(n, tile)
+    plgpu.tcgen05_commit_arrive(s.k_used.at[slot])
+
+
+def _values(n, for_tiles, s: Scratch, stages: int):
+    """Issues out += p v of block n of keys."""
+    slot, width = slot_of(n, stages), s.o.shape[1] // PAIR
+    plgpu.barrier_wait(s.v_landed.at[slot])
+
+    def tile(t, is_first):
+        plgpu.barrier_wait(s.p_ready.at[t])
+        acc, p = s.o.at[:, pl.ds(t * width, width)], s.p.at[:, pl.ds(t * STEP, STEP)]
+        more = jnp.logical_not(is_first)
+        plgpu.tcgen05_mma(acc, p, s.v.at[slot], s.o_ready.at[t], accumulate=more)
+
+    for_tiles(n, tile)
+    plgpu.tcgen05_commit_arrive(s.v_used.at[slot])
+
+
 def _softmax(span, first, out, lse, at, t, s: Scratch, call: Call):
-    (batch, tile, head), (lo, hi, plain_from, plain_to) = at, span
+    (batch, tile, _), (lo, hi, plain_from, plain_to) = at, span
     row0, width, to_log2 = tile * ROWS, s.o.shape[1] // PAIR, call.scale * math.log2(math.e)
     rows, part = pl.ds(row0, ROWS), (ROWS, PART)
 
@@ -236,7 +241,13 @@ def _softmax(span, first, out, lse, at, t, s: Scratch, call: Call):
 
     start = [plgpu.layout_cast(jnp.full((ROWS,), x, jnp.float32), PER_ROW) for x in (FLOOR, 0.0)]
     peak, total = lax.fori_loop(lo, hi, step, tuple(start))
-    some = total > 0
+    _leave(peak, total, hi > lo, out, lse, at, t, s)
+
+
+def _leave(peak, total, any_keys, out, lse, at, t, s: Scratch):
+    """Stores a tile's out and lse."""
+    (batch, tile, head), width = at, s.o.shape[1] // PAIR
+    rows, some = pl.ds(tile * ROWS, ROWS), total > 0
     total = jnp.where(some, total, 1.0)
     result = jnp.where(some, peak * math.log(2) + jnp.log(total), NOTHING)
     plgpu.store(lse.at[batch, head, rows], result, optimized=False)
@@ -245,10 +256,10 @@ def _softmax(span, first, out, lse, at, t, s: Scratch, call: Call):
     plgpu.commit_smem()
     inverse = plgpu.load(s.inverse.at[t], layout=BY_QUAD.reduce(1), optimized=False)
     # In either case q is no longer read, and out may leave through it.
-    pl.when(hi > lo)(lambda: plgpu.barrier_wait(s.o_ready.at[t]))
-    pl.when(hi <= lo)(lambda: plgpu.barrier_wait(s.q_landed.at[t]))
+    pl.when(any_keys)(lambda: plgpu.barrier_wait(s.o_ready.at[t]))
+    pl.when(jnp.logical_not(any_keys))(lambda: plgpu.barrier_wait(s.q_landed.at[t]))
     to = lambda columns: out.at[batch, rows, head, columns]  # noqa: E731
-    put_lines(s.o.at[:, pl.ds(t * width, width)], s.q.at[t], to, inverse, hi > lo)
+    put_lines(s.o.at[:, pl.ds(t * width, width)], s.q.at[t], to, inverse, any_keys)
 
 
 def _scratch(H: int, V: int, dtype, stages: int):

@@ -239,6 +239,13 @@ def _dkv_kernel(bounds, first, lse, correction, q, k, v, do, dk, dv, *scratch, c
     pl.when(wg < 2)(lambda: _dkv_slopes(span, dk, dv, at, wg, s, call))
 
 
+def _following(where, lo, hi):
+    """Where the next block of queries is: (block, head)."""
+    i, r = where
+    turn = i + 1 == hi
+    return jnp.where(turn, lo, i + 1), jnp.where(turn, r + 1, r)
+
+
 def _dkv_feed(span, operands, k, v, at, s: DkvScratch, call: Call):
     (batch, tile, some), (lo, hi, *_) = at, span
     first, lse, correction, q, do = operands
@@ -260,12 +267,7 @@ def _dkv_feed(span, operands, k, v, at, s: DkvScratch, call: Call):
             (first.at[batch, queries], s.first),
         ):
             plgpu.copy_gmem_to_smem(source, ring.at[slot], s.landed.at[slot])
-        return following(where)
-
-    def following(where):
-        i, r = where
-        turn = i + 1 == hi
-        return jnp.where(turn, lo, i + 1), jnp.where(turn, r + 1, r)
+        return _following(where, lo, hi)
 
     def scores(n):
         slot = slot_of(n, call.stages)
@@ -294,7 +296,8 @@ def _dkv_feed(span, operands, k, v, at, s: DkvScratch, call: Call):
             plgpu.barrier_wait(s.used.at[slot_of(after, call.stages)])
             fetch(after, where)
 
-        return tuple(jnp.where(more, a, b) for a, b in zip(following(where), where, strict=True))
+        after_that = _following(where, lo, hi)
+        return tuple(jnp.where(more, a, b) for a, b in zip(after_that, where, strict=True))
 
     where = lo, jnp.int32(0)
     where = lax.fori_loop(0, jnp.minimum(count, call.stages), fetch, where)
