@@ -236,10 +236,10 @@ def _attends(name: str, heads: Heads) -> Program:
     scores, tokens = B * N * L * (L + 1) // 2, 2 * B * L
     floors = {
         "attention_forward": Floor(2 * scores * (H + V), tokens * (N + G) * (H + V)),
-        "attention_gradient_q": Floor(
+        "attention_query_gradient": Floor(
             2 * scores * (2 * H + V), tokens * (N * (2 * H + V) + G * (H + V))
         ),
-        "attention_gradient_kv": Floor(4 * scores * (H + V), tokens * (N + 2 * G) * (H + V)),
+        "attention_key_value_gradient": Floor(4 * scores * (H + V), tokens * (N + 2 * G) * (H + V)),
     }
     return Program(f"{name} {N}/{G}x{H}", both_ways, arguments, floors)
 

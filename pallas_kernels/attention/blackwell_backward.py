@@ -9,18 +9,18 @@ kernels, and nothing of size L x S is in device memory. Forward, and what is com
 memory in no fixed order.) In both, warpgroup 2 has TMA load and issues the MMAs, those of the next
 step's s and dp before those of this step's sums; warpgroups 0 and 1 turn s and dp into p and ds.
 
-attention_gradient_q: a block of the grid has 128 queries of a head and visits the blocks of 64 keys
-that they see, which the two warpgroups take in turns. Tensor memory: s and dp 2 x 64 columns each,
-ds 2 x 32, dq H, 512 for H = 192. Bytes: q, do and dq once, k and v once for 128 queries and head,
-mostly from L2: 192 FLOP a byte (H = V = 128).
+attention_query_gradient: a block of the grid has 128 queries of a head and visits the blocks of 64
+keys that they see, which the two warpgroups take in turns. Tensor memory: s and dp 2 x 64 columns
+each, ds 2 x 32, dq H, 512 for H = 192. Bytes: q, do and dq once, k and v once for 128 queries and
+head, mostly from L2: 192 FLOP a byte (H = V = 128).
 
-attention_gradient_kv: a block has 128 keys of a key head and visits the blocks of 64 queries that
-see any of them, head after head of the query heads that read it: the sums over the group stay in
-tensor memory. The scores are [keys, queries], each warpgroup takes 32 queries of every step, and a
-thread has a key; what is one number a query (lse, correction, first key) comes by TMA into the ring
-too. Tensor memory: s, dp 64 columns, p, ds 32, dk H, dv V, 512 for H = 192. Bytes: k, v, dk and dv
-once, q and do once for 128 keys: 256 FLOP a byte. Where key heads and rows are too few to keep all
-cores busy (`BUSY`), a key head's query heads are split over blocks, and XLA adds up the parts.
+attention_key_value_gradient: a block has 128 keys of a key head and visits the blocks of 64 queries
+that see any of them, head after head of the query heads that read it: the sums over the group stay
+in tensor memory. The scores are [keys, queries], each warpgroup takes 32 queries of every step, and
+a thread has a key; what is one number a query (lse, correction, first key) comes by TMA into the
+ring too. Tensor memory: s, dp 64 columns, p, ds 32, dk H, dv V, 512 for H = 192. Bytes: k, v, dk
+and dv once, q and do once for 128 keys: 256 FLOP a byte. Where key heads and rows are too few to
+keep all cores busy (`BUSY`), a key head's query heads are split over blocks and added by XLA.
 
     barrier                   arrives                                  waits
     landed, k_, v_, kv_       TMA                                      2; of dk, dv's ring, all
@@ -425,7 +425,7 @@ def _dq(by_keys, operands, call: Call):
         partial(_dq_kernel, call=call),
         out_type=jax.ShapeDtypeStruct(q_BLNH.shape, dtype),
         scratch_types=_dq_scratch(H, V, dtype, call),
-        kernel_name="attention_gradient_q",
+        kernel_name="attention_query_gradient",
         **launch(by_keys.shape[1], B, N),
     )
     return varying_as(kernel(by_keys, *operands), *operands)
@@ -438,7 +438,7 @@ def _dkv(by_queries, operands, call: Call, splits: int):
         partial(_dkv_kernel, call=call._replace(group=call.group // splits)),
         out_type=tuple(jax.ShapeDtypeStruct((B, S, G * splits, w), dtype) for w in (H, V)),
         scratch_types=_dkv_scratch(H, V, dtype, call),
-        kernel_name="attention_gradient_kv",
+        kernel_name="attention_key_value_gradient",
         **launch(by_queries.shape[1], B, G * splits),
     )
     found = [varying_as(x, *operands) for x in kernel(by_queries, *operands)]

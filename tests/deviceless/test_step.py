@@ -10,6 +10,9 @@ from tests.deviceless.child import printed
 pytestmark = pytest.mark.deviceless
 
 KERNELS = {
+    "attention_forward",
+    "attention_key_value_gradient",
+    "attention_query_gradient",
     "grouped_gemm_forward",
     "grouped_gemm_input_gradient",
     "grouped_gemm_weight_gradient",
