@@ -2,6 +2,7 @@
 # it needs (.ci/venv), on a machine with Python and nothing else; a stamp makes the next run instant.
 #
 #   make train                    trains the demo; ARGS="--config.train.steps=20" passes flags on
+#   make plan ARGS="--config=..."  a run on a GPU cluster that is not there: memory, time, better folds
 #   make test                     every test that a CPU can run; ARGS="-k router" passes flags to pytest
 #   make test-deviceless          tests that run the real GPU compiler, with no GPU (5 GB of tools)
 #   make test-large               tests that need 22 GB of memory
@@ -10,7 +11,7 @@
 #   make clean                    removes environments and caches, and keeps runs/
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-deviceless test-large parity lint typecheck clean
+.PHONY: help train plan test test-deviceless test-large parity lint typecheck clean
 
 lock := pyproject.toml constraints.txt .ci/venv
 # A process for each core, at most 8; the tests of a file share one, and what they have compiled.
@@ -21,6 +22,9 @@ help:
 
 train: .venv/.train
 	.venv/bin/python -m launch.train --config=configs/demo.py $(ARGS)
+
+plan: .venv-gpu/.plan
+	.venv-gpu/bin/python -m moejax.plan $(ARGS)
 
 test: .venv/.dev
 	.venv/bin/python -m pytest $(workers) -m "not deviceless and not large" tests $(ARGS)
@@ -52,9 +56,13 @@ typecheck: .venv/.dev
 	.ci/venv .venv dev
 	@touch .venv/.train $@
 
+.venv-gpu/.plan: $(lock)
+	.ci/venv .venv-gpu gpu
+	@touch $@
+
 .venv-gpu/.dev: $(lock)
 	.ci/venv .venv-gpu dev,gpu,inspect,triton
-	@touch $@
+	@touch .venv-gpu/.plan $@
 
 clean:
 	rm -rf .venv .venv-gpu .cache build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -76,13 +76,13 @@ def r1() -> Config:
 
 
 def v3_h100x1024() -> Config:
-    """V3 on 1,024 H100s, the published row's batch: one sequence a time on two GPUs."""
+    """V3 on 1,024 H100s, the published row's batch: eight sequences a time on two GPUs."""
     base = v3()
     return replace(
         base,
         name="deepseek_v3_h100x1024",
         parallel=ParallelConfig(dp=512, tp=2, ep=64, zero=3),
-        train=replace(base.train, batch_size=8192, microbatches=16),
+        train=replace(base.train, batch_size=8192, microbatches=2),
     )
 
 
@@ -99,17 +99,22 @@ def v3_gb200x256() -> Config:
 
 
 def v3_h100x256() -> Config:
-    """V3 on 256 H100s, where memory is short: one sequence a time on each GPU."""
+    """V3 on 256 H100s, where memory is short: four sequences a time on two GPUs."""
     base = v3()
     return replace(
         base,
         name="deepseek_v3_h100x256",
-        parallel=ParallelConfig(dp=256, ep=64, zero=3),
-        train=replace(base.train, batch_size=4096, microbatches=16),
+        parallel=ParallelConfig(dp=128, tp=2, ep=256, zero=3),
+        train=replace(base.train, batch_size=4096, microbatches=8),
     )
 
 
 def v3_gb300x256() -> Config:
-    """V3 on 256 GB300s, the published row's batch: one sequence a time on each GPU."""
-    base = v3_h100x256()
-    return replace(base, name="deepseek_v3_gb300x256")
+    """V3 on 256 GB300s, the published row's batch, all at once: 16 sequences on each GPU."""
+    base = v3()
+    return replace(
+        base,
+        name="deepseek_v3_gb300x256",
+        parallel=ParallelConfig(dp=256, ep=64, zero=3),
+        train=replace(base.train, batch_size=4096, microbatches=1),
+    )

@@ -68,11 +68,11 @@ def kimi_k2() -> Config:
 
 
 def kimi_k2_gb300x256() -> Config:
-    """Kimi-K2 on 256 GB300s: one sequence a time on each GPU."""
+    """Kimi-K2 on 256 GB300s, all of a batch at once: 16 sequences on each GPU."""
     base = kimi_k2()
     return replace(
         base,
         name="kimi_k2_gb300x256",
         parallel=ParallelConfig(dp=256, ep=64, zero=3),
-        train=replace(base.train, batch_size=4096, microbatches=16),
+        train=replace(base.train, batch_size=4096, microbatches=1),
     )

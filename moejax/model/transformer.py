@@ -191,7 +191,7 @@ class Transformer(nnx.Module):
 
     def _prepare(self, tokens_bL, segment_ids_bL, positions_bL, counts, draw):
         """Returns (embeddings, stream, the experts given to all MoE layers or None)."""
-        cfg, dtype = self.cfg, self.precision.dtype("accum")
+        cfg, dtype = self.cfg, at_least_float32(self.precision.dtype("accum"))  # angles to 1e6
         rope = rope_table(positions_bL, cfg.attention.rope_dim, cfg.attention.rope, dtype)
         stream = make_stream(segment_ids_bL, rope, counts, self.fold, tokens_bL, draw)
         given_NtK = None

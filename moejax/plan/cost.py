@@ -233,7 +233,7 @@ class Timeline:
     """Length of it all."""
     spans: dict[str, tuple[Span, ...]] = dataclasses.field(default_factory=dict)
     """One turn of each loop's body in steady state, by the names of the loops around it, joined by
-    "/"; "" has what is in no loop. A loop inside is not shown."""
+    "/"; "" has what is in no loop. A loop inside is one span."""
     busy: dict[Key, float] = dataclasses.field(default_factory=dict)
     """Seconds of work, on whichever lane."""
     exposed: dict[Key, float] = dataclasses.field(default_factory=dict)
@@ -336,7 +336,11 @@ class _Player:
         path = f"{path}#{same + 1}" if same else path  # the second of a name, and so on
         inside = _steady(loop.body, self.cluster, path)
         self.found.add(inside, loop.times)
-        self.now += loop.times * inside.seconds
+        begun, self.now = self.now, self.now + loop.times * inside.seconds
+        if inside.busy:  # drawn as one piece of what it mostly does
+            most = max(inside.busy, key=lambda key: inside.busy[key])
+            work = Work(loop.name, most.kind, most.phase, role=most.role)
+            self.spans.append(Span(work, COMPUTE, begun, self.now))
         for lane in (COMMUNICATION, COPIES):  # what goes on outside makes room for what is inside
             if self.free[lane] < self.now:
                 self.free[lane] = self.now
@@ -348,7 +352,7 @@ def _idle() -> dict[str, float]:
 
 
 def _steady(events: Iterable[Event], cluster: Cluster, path: str) -> Timeline:
-    """Returns the second turn of a loop's body: lanes and work begun are as the first left them."""
+    """Returns the second turn of a loop's body: lanes, and work begun, as the first left them."""
     first = _Player(cluster, path, _idle(), {})
     first.play(events)
     tails = {lane: max(free - first.now, 0.0) for lane, free in first.free.items()}

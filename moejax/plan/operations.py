@@ -1,5 +1,5 @@
 """What a train step does on one GPU, as a list of events: the common language of the program that
-XLA scheduled (`program`), of the analytic plan (`analytic`), of the price (`cost`) and the report.
+XLA scheduled (`reader`), of the analytic plan (`analytic`), of the price (`cost`) and the report.
 
 A GPU has one compute stream, and beside it communication and host copies. `Run` occupies the
 compute stream; `Start` begins work beside it, and `Done` makes the compute stream wait for that.

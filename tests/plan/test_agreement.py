@@ -7,14 +7,15 @@ from dataclasses import replace
 import pytest
 
 from configs.deepseek_v3 import v3
-from configs.qwen3_moe import qwen3_30b_a3b_h100x16
 from moejax.config import Config
 from moejax.core.mesh import ParallelConfig
-from moejax.plan import compile, program
-from moejax.plan.analytic import events
+from moejax.plan import compile
+from moejax.plan.analytic.events import events
+from moejax.plan.analytic.setup import Setup
 from moejax.plan.cost import Timeline, simulate
 from moejax.plan.hardware import CLUSTERS
-from moejax.plan.setup import Setup
+from moejax.plan.reader import program
+from tests.plan import folds
 
 pytestmark = pytest.mark.deviceless
 H100 = CLUSTERS["h100"]
@@ -22,7 +23,7 @@ H100 = CLUSTERS["h100"]
 
 def qwen() -> tuple[Config, int]:
     """Qwen3-30B on 16 H100s, with 4 of its 48 layers."""
-    config = qwen3_30b_a3b_h100x16()
+    config = folds.qwen3_30b_16()
     model = replace(config.model, num_layers=4)
     return replace(config, model=model, train=replace(config.train, batch_size=64,
                                                       microbatches=4)), 16  # fmt: skip

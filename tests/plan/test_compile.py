@@ -15,9 +15,10 @@ from configs.demo import demo
 from moejax.config import Config
 from moejax.core.mesh import ParallelConfig
 from moejax.model import flops
-from moejax.plan import compile, memory, program
+from moejax.plan import compile
 from moejax.plan.hardware import CLUSTERS
 from moejax.plan.operations import GEMM
+from moejax.plan.reader import memory, program
 
 H100 = CLUSTERS["h100"]
 

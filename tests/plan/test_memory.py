@@ -13,7 +13,7 @@ from flax import nnx
 from configs.deepseek_v3 import v3
 from moejax.core import params, sharding
 from moejax.model.transformer import Transformer
-from moejax.plan import buffers, memory
+from moejax.plan.reader import buffers, memory
 
 DATA = Path(__file__).parent / "data"
 PROGRAM = (DATA / "deepseek_v3_h100x256.hlo.txt").read_text()

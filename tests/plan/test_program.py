@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from configs.qwen3_moe import qwen3_30b_a3b_h100x16
-from moejax.plan import hlo, place, program, work
 from moejax.plan.hardware import CLUSTERS
 from moejax.plan.operations import (
     COLLECTIVE,
@@ -22,6 +20,8 @@ from moejax.plan.operations import (
     Run,
     Start,
 )
+from moejax.plan.reader import hlo, place, program, work
+from tests.plan import folds
 
 TEXT = (Path(__file__).parent / "data" / "step.hlo.txt").read_text()
 HALF, FULL = 2, 4  # bytes of bfloat16 and float32
@@ -138,7 +138,7 @@ def test_tables(read):
 
 
 def test_flops_add_up(read):
-    found = program.flops(read, qwen3_30b_a3b_h100x16(), 16)
+    found = program.flops(read, folds.qwen3_30b_16(), 16)
     assert found.executed == pytest.approx(found.model + sum(found.waste.values()))
     assert found.waste["recompute"] == sum(read.again.values())
     # 23.006 GFLOPs a token (Megatron-Bridge: 8,826 tokens/s are 203 TFLOP/s), 262,144 tokens
@@ -147,7 +147,7 @@ def test_flops_add_up(read):
 
 def test_balanced_rows():
     """One sequence of 4,096 tokens on each GPU, 8 experts a token."""
-    assert program.balanced_rows(qwen3_30b_a3b_h100x16(), 16) == 4096 * 8
+    assert program.balanced_rows(folds.qwen3_30b_16(), 16) == 4096 * 8
 
 
 def test_a_window_hides_old_keys():

@@ -32,10 +32,13 @@ def test_the_median_error_is_below_15_percent(priced):
 
 
 def test_the_worst_miss_is_gpt_oss(priced):
-    """What is known to be missing there is not covered up; elsewhere no row is 40 % off."""
-    others = [p for p in priced if p.row.model != OSS and not p.row.marked]
+    """What is known to be missing there is not covered up; elsewhere one row, which offloads, is
+    more than 35 % off. What can be priced: 37 rows of four models on four GPUs."""
+    _, others, able = published.kinds_of_rows(priced).values()
     assert max(published.errors(others)) < 0.40
     assert sum(error > 0.35 for error in published.errors(others)) == 1
+    assert max(published.errors(able)) < 0.35 and median(published.errors(able)) < 0.15
+    assert len(able) == 37 and len({p.row.model.split(" ")[0] for p in able}) == 4
 
 
 def test_ablations_have_their_sign_and_half_their_size():
@@ -51,7 +54,7 @@ def test_the_constant_is_the_one_that_the_marked_pairs_choose(monkeypatch):
     assert all((a.graphs, b.graphs) == ("partial", "full") for a, b in pairs)
 
     def squares(microseconds: int) -> float:
-        monkeypatch.setattr("moejax.plan.analytic.LAUNCHED", microseconds * 1e-6)
+        monkeypatch.setattr("moejax.plan.analytic.events.LAUNCHED", microseconds * 1e-6)
         total = 0.0
         for partial, full in pairs:
             a, b = published.price(partial), published.price(full)

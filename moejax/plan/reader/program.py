@@ -11,7 +11,6 @@ from collections.abc import Iterator
 
 from moejax.config import Config
 from moejax.model import flops as model_flops
-from moejax.plan import hlo
 from moejax.plan.hardware import Cluster
 from moejax.plan.operations import (
     ATTENTION,
@@ -25,8 +24,9 @@ from moejax.plan.operations import (
     Start,
     Work,
 )
-from moejax.plan.place import CORE, Context, kernel_of
-from moejax.plan.work import Reader
+from moejax.plan.reader import hlo
+from moejax.plan.reader.place import CORE, Context, kernel_of
+from moejax.plan.reader.work import Reader
 
 SKIPPED = {
     *("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "partition-id"),
@@ -60,20 +60,33 @@ def balanced_rows(config: Config, num_gpus: int) -> float:
 def read_step(text: str, config: Config, cluster: Cluster, num_gpus: int) -> Program:
     """Returns the events of the compiled step of a configuration, at an even load."""
     rows, window = balanced_rows(config, num_gpus), config.model.attention.window
-    return read(text, cluster, rows=rows, window=window)
+    return read(text, cluster, rows=rows, window=window, seen=seen_share(config))
+
+
+def seen_share(config: Config) -> float:
+    """Returns the share that layers see, in the mean, of the pairs of query and key that causality
+    leaves, in rows of one document."""
+    length, windows = config.train.sequence_length, config.model.windows()
+    seen = [min(window or length, length) for window in windows]
+    return sum(2 * length * n - n**2 for n in seen) / length**2 / len(seen)
 
 
 def read(
-    text: str, cluster: Cluster, *, rows: float = float("inf"), window: int = 0
+    text: str,
+    cluster: Cluster,
+    *,
+    rows: float = float("inf"),
+    window: int = 0,
+    seen: float = 1.0,
 ) -> Program:
     """Returns the events of a scheduled program.
 
     `rows`: what a device's experts get of a microbatch (`balanced_rows`); their buffers have room
-    for more. `window`: keys that a token of a layer with a window sees. Raises ValueError for a
-    text that is no program.
+    for more. `window`: keys that a token of a layer with a window sees. `seen`: see `seen_share`.
+    Raises ValueError for a text that is no program.
     """
     module = hlo.parse(text)
-    walk = _Walk(module, Reader(module, cluster.domain, rows), window)
+    walk = _Walk(module, Reader(module, cluster.domain, rows, seen), window)
     events = walk.events(module.entry, 1, Context())
     notes = [f"experts' rows: {rows:,.0f} a device and microbatch, an even load"] * (rows < 1e18)
     return Program(events, walk.kernels, walk.again, (*notes, *dict.fromkeys(walk.notes)))

@@ -3,11 +3,11 @@
 from typing import NamedTuple
 
 from moejax.model.config import ModelConfig
-from moejax.plan.attend import TINY, attend, norm
+from moejax.plan.analytic.attend import TINY, attend, norm
+from moejax.plan.analytic.pieces import Made, Piece, ring
+from moejax.plan.analytic.setup import Setup
 from moejax.plan.hardware import Cluster
 from moejax.plan.operations import COLLECTIVE, MEMORY, Group, Loop, Run, Work
-from moejax.plan.pieces import Made, Piece, ring
-from moejax.plan.setup import Setup
 
 
 class Layer(NamedTuple):

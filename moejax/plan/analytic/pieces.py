@@ -6,9 +6,9 @@ input and of its weight), a collective the opposite one, elementwise work its ow
 
 import dataclasses
 
+from moejax.plan.analytic.setup import Setup
 from moejax.plan.hardware import Cluster
 from moejax.plan.operations import COLLECTIVE, GEMM, GROUPED, MEMORY, Group, Loop, Run, Work
-from moejax.plan.setup import Setup
 
 TRANSPOSED = {
     "all_gather": "reduce_scatter",

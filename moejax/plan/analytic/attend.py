@@ -3,8 +3,8 @@
 from math import ceil
 
 from moejax.model.config import ModelConfig
+from moejax.plan.analytic.pieces import Item, Made
 from moejax.plan.operations import ATTENTION, COLLECTIVE, GEMM, MEMORY, Group, Loop, Run, Work
-from moejax.plan.pieces import Item, Made
 
 ROWS, KEYS, SCORES = 128, 512, 2**26  # blocks of pallas_kernels.attention.xla
 TINY = 4096.0  # bytes of a kernel that costs its launch
@@ -78,8 +78,10 @@ def _core(made: Made, model: ModelConfig, window: int) -> None:
     pairs = rows * (2 * L * seen - seen**2) / 2  # of query and key, the diagonal half
     flops = 2 * pairs * cfg.num_heads * (qk + value) / share
     work = Work("attend", ATTENTION, flops=flops, mnk=(setup.tokens, seen, min(qk, value)))
-    # The backward makes the scores again: five products to the forward's two.
-    made.add([work], [Work("attend", ATTENTION, "backward", 2.5 * flops, mnk=work.mnk)], "attend")
+    # The backward makes the scores again: cuDNN's has 5 products for the forward's 2; ours makes
+    # them twice, for the queries' gradients (s, dp, dq) and for the others (s, dp, dv, dk).
+    more = (4 * qk + 3 * value) / (qk + value) if made.ours else 2.5
+    made.add([work], [Work("attend", ATTENTION, "backward", more * flops, mnk=work.mnk)], "attend")
 
 
 def _round(wire: float, group: Group) -> Work:

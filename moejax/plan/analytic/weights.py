@@ -4,12 +4,12 @@ embedding and the head, which are little else."""
 import dataclasses
 
 from moejax.model.config import ModelConfig
-from moejax.plan.attend import norm
+from moejax.plan.analytic.attend import norm
+from moejax.plan.analytic.layers import Layer
+from moejax.plan.analytic.pieces import Made, Piece, ring
+from moejax.plan.analytic.setup import Setup
 from moejax.plan.hardware import Cluster
-from moejax.plan.layers import Layer
 from moejax.plan.operations import COLLECTIVE, GEMM, MEMORY, Event, Run, Work
-from moejax.plan.pieces import Made, Piece, ring
-from moejax.plan.setup import Setup
 
 CHUNK = 1024  # tokens whose logits moejax holds at once: pallas_kernels.cross_entropy.xla
 

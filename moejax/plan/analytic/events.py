@@ -11,9 +11,21 @@ the bubble, and the host where it is slower than the GPU, are idle time.
 from collections.abc import Iterable, Sequence
 from math import ceil
 
+from moejax.plan.analytic.layers import Layer, make_layer
+from moejax.plan.analytic.pieces import Piece, phased
+from moejax.plan.analytic.setup import Setup
+from moejax.plan.analytic.weights import (
+    accumulate,
+    embed,
+    gather_once,
+    head,
+    join,
+    layer_weights,
+    reduce_once,
+    update,
+)
 from moejax.plan.cost import simulate
 from moejax.plan.hardware import Cluster
-from moejax.plan.layers import Layer, make_layer
 from moejax.plan.operations import (
     COLLECTIVE,
     GROUPED,
@@ -24,18 +36,6 @@ from moejax.plan.operations import (
     Run,
     Start,
     Work,
-)
-from moejax.plan.pieces import Piece, phased
-from moejax.plan.setup import Setup
-from moejax.plan.weights import (
-    accumulate,
-    embed,
-    gather_once,
-    head,
-    join,
-    layer_weights,
-    reduce_once,
-    update,
 )
 
 LAUNCHED = 33e-6

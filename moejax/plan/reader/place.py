@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import re
 
-from moejax.plan.hlo import Instruction, Module
+from moejax.plan.reader.hlo import Instruction, Module
 
 STOPS = (
     *("embed", "attend", "attention", "route", "losses", "dispatch", "experts", "combine", "mlp"),

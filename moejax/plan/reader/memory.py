@@ -8,9 +8,9 @@ live at the moment when most is.
 import dataclasses
 import re
 
-from moejax.plan import buffers, hlo
-from moejax.plan.buffers import HOST_COLOR, Allocation, Piece, Value
-from moejax.plan.place import CORE, Context, Places, role_of, stop_of
+from moejax.plan.reader import buffers, hlo
+from moejax.plan.reader.buffers import HOST_COLOR, Allocation, Piece, Value
+from moejax.plan.reader.place import CORE, Context, Places, role_of, stop_of
 
 ARGUMENTS = {
     "state.params": "weights", "state.opt_state": "optimizer", "state.buffers": "router biases",
@@ -26,6 +26,8 @@ SCOPES = {
 }  # fmt: skip
 """Scope -> kind. "gradients": of one microbatch; "gradient sums": over those of the step."""
 ROLES = {"zero gather": "gathered weights", "zero reduce": "gradients"}
+COLLECTIVE_SPACE = 7
+"""XLA's memory space of buffers that collectives write."""
 CARRIED = ("gradient sums", "gradients", "saved activations", "weights, copied", "gathered weights")
 """Kinds that say most where a place has several: what loops carry comes first."""
 UNUSED = "fragmentation"
@@ -211,6 +213,8 @@ class _Account:
             )
             if before:
                 return self._of_carry(*before, depth + 1)
+        if _received(first):
+            return "dispatch buffers"
         if "broadcast" in first.name or first.opcode == "broadcast":
             stacked = bool(shape.dims) and 0 <= shape.dims[0] - context.trips <= 2
             if context.name == "microbatches":
@@ -243,6 +247,8 @@ class _Account:
             return argument_kind(one.op_name) if one.op_name else "other"
         if self._of_weights(one):
             return "weights, copied"
+        if _received(one):
+            return "dispatch buffers"
         path = self.places.path(one)
         collective = one.opcode.removesuffix("-start")
         if path.endswith(("/all_gather", "/reduce_scatter")):
@@ -314,6 +320,12 @@ class _Account:
         one = self.module.by_name[root.operands[index]]
         scope = stop_of(self.places.path(one))
         return "block input" if scope in ("", "loss") else scope
+
+
+def _received(one: hlo.Instruction) -> bool:
+    """Whether it makes the zeros into which rows of other devices are received."""
+    makes = one.opcode == "copy" or "broadcast" in one.name
+    return makes and any(shape.space == COLLECTIVE_SPACE for shape in one.shapes)
 
 
 def _by_collective(name: str, path: str = "") -> str:

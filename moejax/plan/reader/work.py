@@ -10,7 +10,6 @@ import math
 import re
 from collections.abc import Iterable
 
-from moejax.plan.hlo import HOST_SPACE, Instruction, Module, Shape
 from moejax.plan.operations import (
     ATTENTION,
     COLLECTIVE,
@@ -21,7 +20,8 @@ from moejax.plan.operations import (
     Group,
     Work,
 )
-from moejax.plan.place import Context, Places, kernel_of, role_of
+from moejax.plan.reader.hlo import HOST_SPACE, Instruction, Module, Shape
+from moejax.plan.reader.place import Context, Places, kernel_of, role_of
 
 COLLECTIVES = {
     "all-gather": "all_gather", "reduce-scatter": "reduce_scatter", "all-reduce": "all_reduce",
@@ -35,6 +35,9 @@ _PAIR = re.compile(r"source_target_pairs=\{\{(\d+),(\d+)\}")
 _SLICES = ("dynamic-slice", "slice", "gather")
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 """Opcode -> the operand that is written into operand 0."""
+_ATTENTION = {"forward": (1, 1), "query_gradient": (2, 1), "key_value_gradient": (2, 2)}
+"""Kernel of ours, "attention_..." -> how many products as wide as keys, and as values: the scores
+again, and what each gradient takes."""
 _NO_WORK = ("bitcast", "get-tuple-element", "tuple", "copy", "convert", "transpose", "reshape")
 _FLOATS = ("bf16", "f16", "f32", "f64")
 DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64"}
@@ -56,6 +59,8 @@ class Reader:
     """GPUs of an NVLink domain."""
     rows: float
     """Rows of a device's experts at an even load; inf: as many as the buffers have."""
+    seen: float = 1.0
+    """Of the pairs of query and key that causality leaves, the mean share that layers see."""
 
     def __post_init__(self):
         self.places = Places(self.module)
@@ -183,6 +188,8 @@ class Reader:
         if "mosaic" not in target and "triton" not in target:
             return Work(name, MEMORY, phase, bytes=moved)
         kernel = kernel_of(call.op_name)
+        if kernel.startswith("attention_"):
+            return self._fused(read, kernel.removeprefix("attention_"), name, phase, moved)
         if kernel.startswith("grouped"):
             return self._grouped(read, made, kernel, name, phase)
         if "permute" in kernel:
@@ -234,6 +241,18 @@ class Reader:
         return Work(
             name, ATTENTION, phase, flops, moved, dtype(q.dtype),
             (length, k.dims[1], width), batch * heads,
+        )  # fmt: skip
+
+    def _fused(self, read, kernel: str, name: str, phase: str, moved: float) -> Work:
+        """Attention of ours, where each row is one document."""
+        q, k, v = [s for s in read if len(s.dims) == 4 and s.dtype in _FLOATS][:3]
+        batch, length, heads, width = q.dims
+        by_keys, by_values = _ATTENTION[kernel]
+        pairs = self.seen * batch * heads * length * k.dims[1] / 2
+        flops = 2 * pairs * (by_keys * width + by_values * v.dims[3])
+        return Work(
+            name, ATTENTION, phase, flops, moved, dtype(q.dtype),
+            (length, k.dims[1], min(width, v.dims[3])), batch * heads,
         )  # fmt: skip
 
     def collective(

@@ -1,0 +1,1 @@
+"""The same events made from a configuration alone, without a compiler."""

@@ -1,0 +1,1 @@
+"""A compiled step, read: its events, what they cost, and the memory that they hold."""
