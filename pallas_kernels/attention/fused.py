@@ -64,10 +64,16 @@ def refusal_of(q_BLNH, k_BSGH, v_BSGV, scale) -> str | None:
 
 
 def attend(kernels: Kernels, q_BLNH, k_BSGH, v_BSGV, segment_ids, window, sinks, scale):
-    """See the package; called only where `refusal_of` is None."""
-    first_BL = first_visible(segment_ids, window, *q_BLNH.shape[:2], k_BSGH.shape[1])
+    """See the package; called only where `refusal_of` is None. Rows are padded to a multiple of 8
+    tokens, the height of a tile in shared memory, which Mosaic's copies insist on."""
+    (B, L), missing = q_BLNH.shape[:2], -q_BLNH.shape[1] % 8
+    first_BL = first_visible(segment_ids, window, B, L, L)
+    if missing:
+        pad = lambda x: jnp.pad(x, ((0, 0), (0, missing), (0, 0), (0, 0)))  # noqa: E731
+        q_BLNH, k_BSGH, v_BSGV = pad(q_BLNH), pad(k_BSGH), pad(v_BSGV)
+        first_BL = jnp.pad(first_BL, ((0, 0), (0, missing)), constant_values=L + missing)
     out, lse = _attend(q_BLNH, k_BSGH, v_BSGV, first_BL, scale, kernels)
-    return with_sinks(out, lse, sinks)
+    return with_sinks(out[:, :L], lse[:, :L], sinks)
 
 
 def with_sinks(out_BLNV, lse_BLN, sinks_N):

@@ -1,4 +1,4 @@
-"""Fused attention for Hopper GPUs: hopper_forward.py and hopper_backward.py, with their refusals."""
+"""Fused attention for Hopper GPUs: hopper_forward.py, hopper_backward.py, and their refusals."""
 
 from pallas_kernels.attention import fused
 from pallas_kernels.attention.hopper_backward import backward

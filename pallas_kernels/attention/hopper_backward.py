@@ -132,7 +132,7 @@ def _query_kernel(*refs, scale, keys, stages, group):
 
 
 def _query_gradient(q, k, v, first_BL, first, lse, do, correction, scale):
-    (B, L, N, H), (G, V), dtype = q.shape, v.shape[2:], q.dtype
+    (B, _, N, H), (G, V), dtype = q.shape, v.shape[2:], q.dtype
     keys, stages = 64, 3
     scratch = [
         swizzled((WARPGROUPS, TILE, H), dtype),
@@ -193,8 +193,8 @@ def _key_kernel(*refs, scale, rows, stages, group):
             slot, at = ring.slot(n), begin + place[1]
             ring.load(ring.ahead(n), partial(copies, ahead))
             plgpu.barrier_wait(ring.full[0].at[slot])
-            # wg again, but not known to the compiler before the loop: it would keep the 16 addresses
-            # of k's and v's parts in registers, of which it has none to spare.
+            # wg, as the compiler does not know it before the loop: it would keep 16 addresses of
+            # the parts of k and v in registers, and has none to spare.
             mine = wg + jnp.minimum(at, 0)
             s = product(k_smem.at[mine], _turned(q_smem.at[slot]))
             whole, whole_end = (blocks_gmem[i, batch, block] for i in (1, 2))
@@ -223,7 +223,7 @@ def _key_kernel(*refs, scale, rows, stages, group):
 
 
 def _key_gradients(q, k, v, first_BL, first, lse, do, correction, scale):
-    (B, L, N, H), (G, V), dtype = q.shape, v.shape[2:], q.dtype
+    (B, _, N, H), (G, V), dtype = q.shape, v.shape[2:], q.dtype
     rows, stages = (32 if H > 128 else 64), 3
     scratch = [
         _tiled((WARPGROUPS, TILE, H), dtype, rows),

@@ -27,13 +27,11 @@ import math
 from functools import partial
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.attention import fused
 from pallas_kernels.attention.reference import NOTHING
 from pallas_kernels.attention.visible import key_blocks
 from pallas_kernels.grouped_gemm.hopper import like, store, swizzled

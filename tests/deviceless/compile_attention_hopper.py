@@ -17,10 +17,11 @@ from pallas_kernels import attention, deviceless
 
 
 def step(q, k, v, ids, sinks, do, dlse):
-    """Returns out, lse and the gradients of one device's rows; with a window, and with sinks."""
+    """Returns out, lse and the gradients of one device's rows; with a window, and with sinks.
+    The package picks the implementation."""
 
     def call(q, k, v, sinks):
-        return attention(q, k, v, segment_ids=(ids, ids), window=1000, sinks=sinks, impl="hopper")
+        return attention(q, k, v, segment_ids=(ids, ids), window=1000, sinks=sinks)
 
     results, pull = jax.vjp(call, q, k, v, sinks)
     return *results, *pull((do, dlse))
@@ -30,8 +31,8 @@ def main(B: int, L: int, N: int, G: int, H: int, V: int, dtype: str = "bfloat16"
     """Each device has B rows of its own."""
     mesh = Mesh(deviceless.devices("h100", 1, 2), ("x",))
 
-    def array(*shape, dtype=dtype, spec=P("x")):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+    def array(*shape, dtype=dtype, axis="x"):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(axis)))
 
     own = (2 * B, L)
     arguments = (
@@ -39,7 +40,7 @@ def main(B: int, L: int, N: int, G: int, H: int, V: int, dtype: str = "bfloat16"
         array(*own, G, H),
         array(*own, G, V),
         array(*own, dtype=jnp.int32),
-        array(N, dtype=jnp.float32, spec=P()),
+        array(N, dtype=jnp.float32, axis=None),
         array(*own, N, V),
         array(*own, N, dtype=jnp.float32),
     )

@@ -1,4 +1,4 @@
-"""Mosaic's GPU interpreter with products whose left operand is in registers, which JAX 0.12 lacks."""
+"""Mosaic's GPU interpreter, with what JAX 0.12 lacks there: a left operand in registers."""
 
 import contextlib
 from functools import partial

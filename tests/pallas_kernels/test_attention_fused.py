@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.attention import fused, reference
-from pallas_kernels.attention.visible import first_of_blocks, first_visible
+from pallas_kernels.attention.visible import first_visible, key_blocks, query_blocks
 from tests.oracle import max_relative_error
 
 IDS = jnp.asarray([[3, 3, 3, 1, 0, 0, 2, 7, 7, 0], [5] * 10, [0, 0] + [4] * 5 + [0] * 3], jnp.int32)
@@ -30,10 +30,34 @@ def test_the_first_visible_key_is_that_of_the_mask(segmented, queries, window):
         np.testing.assert_array_equal(first[nothing], (at[None, :, 0] + 0 * first + 1)[nothing])
 
 
-def test_first_of_blocks():
-    low, high = first_of_blocks(jnp.asarray([[0, 0, 1, 3, 4, 4, 6]], jnp.int32), 3)
-    assert low.tolist() == [[0, 3, 6]]
-    assert high.tolist()[0][:2] == [1, 4] and high[0, 2] > 10**9
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("sizes", [(4, 2), (2, 4), (3, 3), (16, 4)])
+def test_blocks_bound_what_is_seen(sizes, window):
+    """None outside begin and end sees or is seen; all do between the whole ones."""
+    rows, keys = sizes
+    first = first_visible((IDS, IDS), window, *IDS.shape, IDS.shape[1])
+    L, at = IDS.shape[1], np.arange(IDS.shape[1])
+    seen = (at >= np.asarray(first)[:, :, None]) & (at <= at[:, None])  # [B, queries, keys]
+    for found, turned, (own, other) in (
+        (key_blocks(first, rows, keys), seen, (rows, keys)),
+        (query_blocks(first, rows, keys), seen.transpose(0, 2, 1), (keys, rows)),
+    ):
+        assert found.dtype == jnp.int32 and found.shape == (4, 3, -(-L // own))
+        found = np.asarray(found)
+        assert (np.diff(found, axis=0) >= 0).all() and (found >= 0).all()
+        for b, i in np.ndindex(found.shape[1:]):
+            begin, whole, whole_end, end = found[:, b, i] * other
+            mine = turned[b, i * own : (i + 1) * own]
+            assert not mine[:, :begin].any() and not mine[:, end:].any()
+            assert mine[:, whole:whole_end].all()
+
+
+def test_a_long_document_needs_masks_at_the_diagonal_alone():
+    first = jnp.zeros((1, 64), jnp.int32)
+    assert key_blocks(first, 8, 8)[:, 0, 5].tolist() == [0, 0, 5, 6]
+    assert query_blocks(first, 8, 8)[:, 0, 5].tolist() == [5, 6, 8, 8]
+    ends = key_blocks(first_visible(None, 8, 1, 64, 64), 8, 8)[:, 0, 5]
+    assert ends.tolist() == [4, 5, 5, 6]
 
 
 def _definition_as_kernels():
