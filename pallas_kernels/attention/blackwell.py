@@ -7,7 +7,8 @@ sums in float32 in tensor memory, scores never in device memory. The backward: `
 Grid: pairs of tiles of 128 queries, last ones first (causal rows are longer), batch, query heads.
 A block of the grid visits the blocks of 64 keys that its 256 queries see: their range, and that of
 those which need no mask, come from XLA (`key_bounds`), so short documents and windows cost what
-they are long. Bytes: q, out and lse once; k and v once for 256 queries and head, mostly from L2:
+they are long: of a row of 4096, 52 % of all scores are computed where it is one document (97 % of
+them are seen, 6 % of the blocks masked), 8 % where it is eight (80 %, 40 %). Bytes: q, out and lse once; k and v once for 256 queries and head, mostly from L2:
 64 KiB of k and v (H = V = 128, two blocks) for 33.6 MFLOP, 512 FLOP a byte.
 
 Who does what:
