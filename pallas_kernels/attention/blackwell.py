@@ -7,9 +7,9 @@ sums in float32 in tensor memory, scores never in device memory. The backward: `
 Grid: pairs of tiles of 128 queries, last ones first (causal rows are longer), batch, query heads.
 A block of the grid visits the blocks of 64 keys that its 256 queries see: their range, and that of
 those which need no mask, come from XLA (`key_bounds`), so short documents and windows cost what
-they are long: of a row of 4096, 52 % of all scores are computed where it is one document (97 % of
-them are seen, 6 % of the blocks masked), 8 % where it is eight (80 %, 40 %). Bytes: q, out and lse once; k and v once for 256 queries and head, mostly from L2:
-64 KiB of k and v (H = V = 128, two blocks) for 33.6 MFLOP, 512 FLOP a byte.
+they are long. Of a row of 4096, 52 % of all scores are computed where it is one document (97 % of
+them are seen, 6 % of the blocks masked), and 8 % where it is eight (80 %, 40 %). Bytes: q, out and
+lse once; k and v once for 256 queries and head, mostly from L2: 512 FLOP a byte (H = V = 128).
 
 Who does what:
 - Warpgroup 2 (`_feed`) has TMA bring q, and k and v into rings of `stages` slots, and issues the
@@ -32,10 +32,11 @@ Who does what:
     o_ready              the tensor core has added to out          0 or 1
 
 Tensor memory: s 2 x 64, p 2 x 32, out 2 x V columns, 448 of 512. Per block of keys and tile the
-tensor core needs 64 * (H + V) * 256 / 8192 clocks (512 for H = V = 128), and the 8192 exponentials
-512, at 16 a clock: neither hides the other's start, so some 70 % of the peak is what to hope for.
+tensor core needs 64 * (H + V) * 256 / 8192 clocks (512 for H = V = 128) if shared memory keeps up,
+which for s it does not (64 columns: 6 KiB a step of 32 clocks), and the exponentials 512, at 16 a
+clock: 70 to 80 % of the peak is the most to hope for.
 
-What the assembler says (b200, gb300): 136 to 154 registers of 168, nothing spilled, 99 to 219 KiB
+What the assembler says (b200, gb300): 136 to 138 registers of 168, nothing spilled, 99 to 219 KiB
 of shared memory. Tested in Mosaic's interpreter, not yet run on a GPU: no time has been measured.
 """
 
