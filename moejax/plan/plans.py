@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 
 from moejax.config import Config
 from moejax.model.flops import attention_flops, linear_flops_per_token
-from moejax.plan.cost import Timeline, simulate
+from moejax.plan.cost import Timeline, seconds, simulate
 from moejax.plan.estimate import Memory, room
 from moejax.plan.hardware import Cluster
 from moejax.plan.operations import COLLECTIVE, HOST, IDLE, MEMORY, Done, Event, Loop, Work
@@ -125,39 +125,34 @@ class Traffic:
 
 
 def traffic(plan: Plan) -> list[Traffic]:
-    """Returns a row for each role and kind of collective, the most exposed first."""
+    """Returns a row for each role, kind and size of collective, the most exposed first.
+
+    What a step waits for work of one name, role and phase is shared out by the seconds it takes.
+    """
     found: dict[tuple[str, str, int], list] = {}
-    keys: dict[tuple[str, str, str, str], tuple[str, str, int]] = {}
+    taken: dict[tuple[str, str, str, str], dict[tuple[str, str, int], float]] = {}
     for work, times in walk(plan.events):
         if work.kind not in (COLLECTIVE, HOST):
             continue
-        role = work.role or work.name
-        kind = work.collective or "copy"
-        key = (role, kind, work.group.size)
-        keys[(work.name, work.kind, work.role, work.phase)] = key
-        row = found.setdefault(key, [set(), 0.0, 0.0])
+        at = (work.role or work.name, work.collective or "copy", work.group.size)
+        spent = times * seconds(work, plan.cluster)
+        row = found.setdefault(at, [set(), 0.0, 0.0, 0.0, 0.0])
         row[0].add(work.phase)
         row[1] += times
         row[2] += times * (work.wire or work.bytes)
-    spent = {key: [0.0, 0.0] for key in found}
-    for at, table in enumerate((plan.timeline.busy, plan.timeline.exposed)):
-        for key, value in table.items():
-            if tuple(key) in keys:
-                spent[keys[tuple(key)]][at] += value
+        row[3] += spent
+        shares = taken.setdefault((work.name, work.kind, work.role, work.phase), {})
+        shares[at] = shares.get(at, 0.0) + spent
+    for key, waited in plan.timeline.exposed.items():
+        shares = taken.get(tuple(key), {})
+        for at, spent in shares.items():
+            found[at][4] += waited * spent / (sum(shares.values()) or 1.0)
     order = ("forward", "recompute", "backward", "update")
     rows = [
-        Traffic(
-            role, kind, ", ".join(p for p in order if p in phases), size, count, sent, *spent[at]
-        )
-        for at, (phases, count, sent) in found.items()
-        for role, kind, size in [at]
+        Traffic(role, kind, ", ".join(p for p in order if p in phases), size, *numbers)
+        for (role, kind, size), (phases, *numbers) in found.items()
     ]
     return sorted(rows, key=lambda row: (-row.exposed, -row.busy))
-
-
-def label(name: str) -> str:
-    """Returns what a reader sees of a name that `exposed` gives."""
-    return "bound by memory" if name == MEMORY else name
 
 
 def exposed(plan: Plan) -> list[tuple[str, float]]:

@@ -72,7 +72,7 @@ def test_moejax_does_the_same_products():
     the forward's 2. Blocks of the portable attention are whole ones, 4.5 of 8 on average where
     4.0625 would do."""
     setup = replace(
-        Setup.of(folds.qwen3_30b_16(), 16), recompute=(), attention="cudnn"
+        Setup.of(folds.qwen3_30b_16(), 16), recompute=(), attention="fused"
     )
     work = list(flat(events(setup, H100)))
     total = sum(t * w.flops for w, t in work if w.name != "route" and w.phase != "recompute")
@@ -228,7 +228,7 @@ def test_moejax_s_own_step_is_described():
     setup = Setup.of(folds.v3_1024(), 1024)
     assert (setup.dp, setup.tp, setup.ep, setup.edp, setup.rows) == (512, 2, 64, 16, 1)
     assert (setup.microbatches, setup.zero, setup.recompute) == (16, 3, ("full",))
-    assert (setup.software, setup.attention, setup.dispatcher) == ("moejax", "xla", "ragged")
+    assert (setup.software, setup.attention, setup.dispatcher) == ("moejax", "fused", "ragged")
     groups = {role: setup.group(role, H100) for role in ("tp", "dp", "ep", "edp")}
     assert groups == {
         "tp": Group(2, 2), "dp": Group(512, 4), "ep": Group(64, 8), "edp": Group(16, 1),

@@ -3,10 +3,14 @@
 import dataclasses
 from math import ceil
 
+import jax
+import jax.numpy as jnp
+
 from moejax.config import Config
 from moejax.model.config import ModelConfig
 from moejax.plan.hardware import Cluster
 from moejax.plan.operations import Group
+from pallas_kernels.attention import fused
 
 PRECISIONS = ("bfloat16", "fp8", "mxfp8")
 DISPATCHERS = ("all_gather", "all_to_all", "ragged", "fused")
@@ -54,8 +58,8 @@ class Setup:
     """Expert communication of one microbatch runs beside the other's compute (merged 1F1B)."""
     graphs: str = "full"
     """CUDA graphs: "none", "partial" (all but dispatch, experts and combine) or "full"."""
-    attention: str = "cudnn"
-    """"cudnn": one kernel; "xla": blocks with an online softmax."""
+    attention: str = "fused"
+    """"fused": one kernel (cuDNN's, or ours); "xla": blocks with an online softmax."""
     software: str = "megatron"
     """Whose program: it decides what is fused, and how weights are cast, gathered and summed."""
 
@@ -65,7 +69,7 @@ class Setup:
             ("dispatcher", DISPATCHERS),
             ("graphs", GRAPHS),
             ("software", SOFTWARE),
-            ("attention", ("cudnn", "xla")),
+            ("attention", ("fused", "xla")),
         ):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r}: choose from {', '.join(known)}")
@@ -95,12 +99,12 @@ class Setup:
         """
         fold, train, model = config.fold_over(num_gpus), config.train, config.model
         dp = fold.degree("dp")
-        # cuDNN takes neither the documents' ids, which the step always has, nor MLA's heads.
+        rows = train.batch_size // (train.microbatches * dp)
         return cls(
             model,
             num_gpus,
             train.batch_size,
-            train.batch_size // (train.microbatches * dp),
+            rows,
             train.sequence_length,
             tp=fold.degree("tp"),
             ep=fold.degree("ep"),
@@ -108,7 +112,7 @@ class Setup:
             zero=config.parallel.zero,
             recompute=("full",) if model.remat == "full" else _latents(model),
             dispatcher=model.moe.dispatch if model.moe.dispatch in DISPATCHERS else "all_gather",
-            attention="xla",
+            attention=_attention(config, rows, fold.degree("tp")),
             software="moejax",
         )
 
@@ -164,3 +168,20 @@ class Setup:
 def _latents(model: ModelConfig) -> tuple[str, ...]:
     attention = model.attention
     return ("mla_up",) if attention.kind == "mla" and attention.mla.recompute_up else ()
+
+
+def _attention(config: Config, rows: int, tp: int) -> str:
+    """Returns which attention the step has on a GPU: "fused" where our kernels take its arrays."""
+    cfg, auto = config.model.attention, config.precision.compute_dtype == "auto"
+    dtype = jnp.bfloat16 if auto else config.precision.dtype("compute")
+    heads = max(cfg.num_heads // tp, 1)
+    kv_heads = heads if cfg.kind == "mla" else max(cfg.num_kv_heads // tp, 1)
+    q, k, v = (
+        jax.ShapeDtypeStruct((rows, config.train.sequence_length, n, width), dtype)
+        for n, width in (
+            (heads, cfg.qk_dim), (kv_heads, cfg.qk_dim), (kv_heads, cfg.value_dim),
+        )
+    )  # fmt: skip
+    if cfg.impl in ("xla", "reference") or fused.refusal_of(q, k, v, 1.0):
+        return "xla"
+    return "fused"
