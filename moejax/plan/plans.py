@@ -155,6 +155,11 @@ def traffic(plan: Plan) -> list[Traffic]:
     return sorted(rows, key=lambda row: (-row.exposed, -row.busy))
 
 
+def label(name: str) -> str:
+    """Returns what a reader sees of a name that `exposed` gives."""
+    return "bound by memory" if name == MEMORY else name
+
+
 def exposed(plan: Plan) -> list[tuple[str, float]]:
     """Returns (what, seconds) of a step: compute by kind of work, then what compute waited for."""
     compute: dict[str, float] = {}
