@@ -36,7 +36,7 @@ tensor core needs 64 * (H + V) * 256 / 8192 clocks (512 for H = V = 128) if shar
 which for s it does not (64 columns: 6 KiB a step of 32 clocks), and the exponentials 512, at 16 a
 clock: 70 to 80 % of the peak is the most to hope for.
 
-What the assembler says (b200, gb300): 136 to 138 registers of 168, nothing spilled, 99 to 219 KiB
+What the assembler says (b200, gb300): 136 to 140 registers of 168, nothing spilled, 99 to 219 KiB
 of shared memory. Tested in Mosaic's interpreter, not yet run on a GPU: no time has been measured.
 """
 

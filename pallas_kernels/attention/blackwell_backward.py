@@ -31,7 +31,7 @@ keep all cores busy (`BUSY`), a key head's query heads are split over blocks and
     ds_used                   the tensor core has read them            0 or 1
     done                      the sums are complete                    0 and 1
 
-What the assembler says (b200, gb300): 144 to 166 registers of 168, nothing spilled, 96 to 203 KiB
+What the assembler says (b200, gb300): 144 to 168 registers of 168, nothing spilled, 96 to 203 KiB
 of shared memory. Tested in Mosaic's interpreter, not yet run on a GPU: no time has been measured.
 """
 

@@ -5,12 +5,16 @@ from pallas_kernels.attention.hopper_backward import backward
 from pallas_kernels.attention.hopper_forward import forward
 
 OLDEST_JAX = (0, 12)
+MOST = 2**16  # blocks along the last dim of a grid, and one more
 KERNELS = fused.Kernels(forward, backward)
 
 
 def refusal(q_BLNH, k_BSGH, v_BSGV, scale) -> str | None:
     """Returns why these kernels cannot serve this call; None if they can."""
-    return fused.refusal(q_BLNH, k_BSGH, v_BSGV, scale, "hopper", OLDEST_JAX)
+    if said := fused.refusal(q_BLNH, k_BSGH, v_BSGV, scale, "hopper", OLDEST_JAX):
+        return said
+    B, G = q_BLNH.shape[0], k_BSGH.shape[2]
+    return None if B * G < MOST else f"its grid has room for {MOST - 1} rows * key heads, not {B * G}"
 
 
 def attention(q_BLNH, k_BSGH, v_BSGV, segment_ids, window, sinks, scale):

@@ -11,7 +11,7 @@ in shared memory, what they sweep coming through a ring, blocks that nothing see
 attention_gradient_q. Grid and sweep are the forward's. s and dp are two accumulators; ds goes from
 registers into the third product.
 
-attention_gradient_kv. Grid: (key head, row of the batch, block of 128 keys), the first blocks,
+attention_gradient_kv. Grid: (row of the batch, key head, block of 128 keys), the first blocks,
 which most queries see, first. It sweeps the queries that see any of its keys, for one after the
 other of the heads that share them, so dk and dv are summed over a group in float32, in a fixed
 order, and written once. Scores are kept transposed, a key to a row: p^T and ds^T go from registers
@@ -81,12 +81,13 @@ def _query_kernel(*refs, scale, keys, stages, group):
     blocks_gmem, first_gmem, q_gmem, k_gmem, v_gmem, do_gmem, lse_gmem, *refs = refs
     correction_gmem, dq_gmem, q_smem, do_smem, k_smem, v_smem, out_smem, *barriers = refs
     own_full, full, empty = barriers
-    head, batch, wg = (lax.axis_index(name) for name in ("head", "row", "wg"))
+    batch, own_head, wg = (lax.axis_index(name) for name in ("row", "group", "wg"))
+    head = own_head * group + lax.axis_index("member")
     block = blocks_gmem.shape[2] - 1 - lax.axis_index("block")
     begin, whole, whole_end, end = (blocks_gmem[i, batch, block] for i in range(4))
     ring, H = Ring(stages, end - begin, full, empty), q_gmem.shape[3]
     row = block * ROWS + wg * TILE
-    own, own_head = pl.ds(row, TILE), lax.div(head, group)
+    own = pl.ds(row, TILE)
 
     def copies(n, slot):
         at = pl.ds((begin + n) * keys, keys)
@@ -144,7 +145,7 @@ def _query_gradient(q, k, v, first_BL, first, lse, do, correction, scale):
         *ring_types(stages, (2,)),
     ]
     kernel = partial(_query_kernel, scale=scale, keys=keys, stages=stages, group=N // G)
-    grid = (N, B, first.shape[1] // ROWS)
+    grid = (B, G, first.shape[1] // ROWS, N // G)
     run = launch("attention_gradient_q", kernel, like(q, q.shape, dtype), grid, scratch)
     return run(key_blocks(first_BL, ROWS, keys), first, q, k, v, do, lse, correction)
 
@@ -153,7 +154,7 @@ def _key_kernel(*refs, scale, rows, stages, group):
     blocks_gmem, first_gmem, last_gmem, q_gmem, k_gmem, v_gmem, do_gmem, *refs = refs
     lse_gmem, correction_gmem, dk_gmem, dv_gmem, k_smem, v_smem, *refs = refs
     q_smem, do_smem, lse_smem, correction_smem, out_smem, own_full, full, empty = refs
-    own_head, batch, block, wg = (lax.axis_index(x) for x in ("head", "row", "block", "wg"))
+    batch, own_head, block, wg = (lax.axis_index(x) for x in ("row", "group", "block", "wg"))
     begin, end = (blocks_gmem[i, batch, block] for i in (0, 3))
     ring, key = Ring(stages, (end - begin) * group, full, empty), block * ROWS + wg * TILE
     own = pl.ds(key, TILE)
@@ -237,7 +238,7 @@ def _key_gradients(q, k, v, first_BL, first, lse, do, correction, scale):
     ]
     kernel = partial(_key_kernel, scale=scale, rows=rows, stages=stages, group=N // G)
     out_type = like(q, k.shape, dtype), like(q, v.shape, dtype)
-    grid = (G, B, first.shape[1] // ROWS)
+    grid = (B, G, first.shape[1] // ROWS, 1)
     run = launch("attention_gradient_kv", kernel, out_type, grid, scratch)
     last = jnp.arange(first.shape[1], dtype=jnp.int32)
     return run(query_blocks(first_BL, rows, ROWS), first, last, q, k, v, do, lse, correction)

@@ -5,8 +5,10 @@
 
 Query i sees keys first_i <= j <= i (`visible.py`: documents, window and causality in one array).
 
-Grid: (query head, row of the batch, block of 128 queries), the last blocks, which see the most,
-first; the heads that share keys run side by side. A block is two warpgroups of 64 queries each,
+Grid: (row of the batch, key head, block of 128 queries, query head of the group), the last fastest:
+who reads the same keys runs at the same time, so that the L2 serves all but one (at 192 and 128
+columns the keys of one block alone ask for twice the memory's rate); the last blocks of queries,
+which see the most keys, come first. A block is two warpgroups of 64 queries each,
 which multiply against the same keys; the first one also asks for loads. Blocks of `keys` keys come
 by TMA into a ring of stages. Which ones is read on the device: none before the first key that any
 query of the block sees, none after the last. Blocks that all queries see whole take no mask.
@@ -122,13 +124,16 @@ def store_tile(value, gmem, smem):
 
 
 def launch(name, kernel, out_type, grid, scratch):
-    """Blocks of two warpgroups over a grid (heads, batch, blocks), heads fastest."""
+    """Blocks of two warpgroups over a grid (B, G, blocks of a row, heads of a group)."""
 
     def body(*refs):
         pl.run_scoped(partial(kernel, *refs), *scratch, collective_axes="wg")
 
     mesh = plgpu.Mesh(
-        grid=grid, grid_names=("head", "row", "block"), num_threads=WARPGROUPS, thread_name="wg"
+        grid=grid,
+        grid_names=("row", "group", "block", "member"),
+        num_threads=WARPGROUPS,
+        thread_name="wg",
     )
     params = plgpu.CompilerParams(
         lowering_semantics=plgpu.LoweringSemantics.Lane, approx_math=True
@@ -140,12 +145,13 @@ def launch(name, kernel, out_type, grid, scratch):
 def _forward_kernel(*refs, scale, keys, stages, group):
     blocks_gmem, first_gmem, q_gmem, k_gmem, v_gmem, out_gmem, lse_gmem, *scratch = refs
     q_smem, k_smem, v_smem, out_smem, q_full, full, empty = scratch
-    head, batch, wg = (lax.axis_index(name) for name in ("head", "row", "wg"))
+    batch, own_head, wg = (lax.axis_index(name) for name in ("row", "group", "wg"))
+    head = own_head * group + lax.axis_index("member")
     block = blocks_gmem.shape[2] - 1 - lax.axis_index("block")
     begin, whole, whole_end, end = (blocks_gmem[i, batch, block] for i in range(4))
     ring, V = Ring(stages, end - begin, full, empty), v_gmem.shape[3]
     row = block * ROWS + wg * TILE
-    own, own_head = pl.ds(row, TILE), lax.div(head, group)
+    own = pl.ds(row, TILE)
 
     def copies(n, slot):
         at = pl.ds((begin + n) * keys, keys)
@@ -216,6 +222,7 @@ def forward(q_BLNH, k_BSGH, v_BSGV, first_BL, scale):
     kernel = partial(_forward_kernel, scale=scale, keys=keys, stages=stages, group=N // G)
     lse_type = like(q_BLNH, (B, N, first.shape[1]), jnp.float32)
     out_type = like(q_BLNH, (B, L, N, V), dtype), lse_type
-    run = launch("attention_forward", kernel, out_type, (N, B, first.shape[1] // ROWS), scratch)
+    grid = (B, G, first.shape[1] // ROWS, N // G)
+    run = launch("attention_forward", kernel, out_type, grid, scratch)
     out, lse = run(key_blocks(first_BL, ROWS, keys), first, q_BLNH, k_BSGH, v_BSGV)
     return out, lse[:, :, :L].transpose(0, 2, 1)
