@@ -14,7 +14,7 @@ def refusal(q_BLNH, k_BSGH, v_BSGV, scale) -> str | None:
     if said := fused.refusal(q_BLNH, k_BSGH, v_BSGV, scale, "hopper", OLDEST_JAX):
         return said
     B, G = q_BLNH.shape[0], k_BSGH.shape[2]
-    return None if B * G < MOST else f"its grid has room for {MOST - 1} rows * key heads, not {B * G}"
+    return None if B * G < MOST else f"{B * G} rows * key heads; its grid has room for {MOST - 1}"
 
 
 def attention(q_BLNH, k_BSGH, v_BSGV, segment_ids, window, sinks, scale):

@@ -1,27 +1,36 @@
 """Fused attention for Hopper GPUs (sm_90a), backward: two kernels that make p again from lse.
 
     p = exp2(c q k^T - log2(e) lse),  dp = do v^T,  ds = p * (dp - correction)
-    dq = scale * ds k                           attention_gradient_q, by blocks of queries
-    dk = scale * ds^T q,  dv = p^T do           attention_gradient_kv, by blocks of keys
+    dq = scale * ds k                           attention_query_gradient, by blocks of queries
+    dk = scale * ds^T q,  dv = p^T do           attention_key_value_gradient, by blocks of keys
     c = scale * log2 e; correction = sum(do * out) - dlse, by XLA
 
 Both are built as the forward (hopper.py): two warpgroups of 64 rows, operands of their own waiting
 in shared memory, what they sweep coming through a ring, blocks that nothing sees never loaded.
 
-attention_gradient_q. Grid and sweep are the forward's. s and dp are two accumulators; ds goes from
-registers into the third product.
+attention_query_gradient. Grid and sweep are the forward's. s and dp are two accumulators; ds goes
+from registers into the third product.
 
-attention_gradient_kv. Grid: (row of the batch, key head, block of 128 keys), the first blocks,
-which most queries see, first. It sweeps the queries that see any of its keys, for one after the
-other of the heads that share them, so dk and dv are summed over a group in float32, in a fixed
+attention_key_value_gradient. Grid: (row of the batch, key head, block of 128 keys), the first
+blocks, which most queries see, first. It sweeps the queries that see any of its keys, for one after
+the other of the heads that share them, so dk and dv are summed over a group in float32, in a fixed
 order, and written once. Scores are kept transposed, a key to a row: p^T and ds^T go from registers
-into their products, and nothing is turned. lse, correction and first key, one a column, are read
-from device memory while the products of the step run.
+into their products, and nothing is turned. lse and correction, one a column, come with q and do; a
+block at a border also reads first and last keys from device memory. At 192 columns it takes 32
+queries at a time, for the accumulators of dk and dv alone are 160 registers a thread.
 
-FLOPs: 3 and 4 products, 2 of them made twice: (6 H + 4 V) + (2 H + 2 V) .. of visited blocks, as
-against 2 H + 2 V forward. Nothing is added by atomics, so the bits never change.
+FLOPs for each query, key of a visited block, and head: 2*(2*H + V) and 4*(H + V), 3.5 times the
+forward where H = V; s and dp are made twice, for which nothing is added by atomics, and the bits
+never change. Bytes: operands and results once, what is swept once more for each block, mostly from
+the L2: with 4096 tokens a row, 128 columns and bfloat16 that is 4 MB a head both ways.
 
-Not yet run or timed on a GPU.
+Not yet run or timed on a GPU. Assembled for an H100, no spills, no local memory; registers a thread
+(255 fit) and bytes of shared memory (232,448 fit), barriers aside:
+
+    H, V        query gradient    key and value gradient
+    64, 64      150,  98,304      162, 100,352
+    128, 128    183, 180,224      226, 182,272
+    192, 128    213, 221,184      222, 161,792
 """
 
 from functools import partial
@@ -46,6 +55,7 @@ from pallas_kernels.attention.hopper_forward import (
     number,
     product,
     ring_types,
+    seen_scores,
     spread,
     store_tile,
 )
@@ -91,8 +101,8 @@ def _query_kernel(*refs, scale, keys, stages, group):
 
     def copies(n, slot):
         at = pl.ds((begin + n) * keys, keys)
-        yield k_gmem.at[batch, at, own_head], k_smem.at[slot], 0
-        yield v_gmem.at[batch, at, own_head], v_smem.at[slot], 0
+        yield k_gmem.at[batch, at, own_head], k_smem.at[slot]
+        yield v_gmem.at[batch, at, own_head], v_smem.at[slot]
 
     plgpu.copy_gmem_to_smem(q_gmem.at[batch, own, head], q_smem.at[wg], own_full.at[wg])
     plgpu.copy_gmem_to_smem(do_gmem.at[batch, own, head], do_smem.at[wg], own_full.at[wg])
@@ -104,22 +114,18 @@ def _query_kernel(*refs, scale, keys, stages, group):
     )
     plgpu.barrier_wait(own_full.at[wg])
 
-    def masked(s, key):
-        at = number(key, s.shape, 1)
-        seen = (at >= spread(first, s.shape, 0)) & (at <= number(row, s.shape, 0))
-        return jnp.where(seen, s, filled(-jnp.inf, s.shape, WGMMA))
-
     def scope(dq_acc):
         def step(n, _):
             slot, at = ring.slot(n), begin + n
-            ring.load(ring.ahead(n), copies)
-            plgpu.barrier_wait(ring.full[0].at[slot])
-            of_k = q_smem.at[wg], _turned(k_smem.at[slot])
-            s, dp = _two_products(of_k, (do_smem.at[wg], _turned(v_smem.at[slot])))
+            plgpu.barrier_wait(ring.full.at[slot])
+            mine = wg + jnp.minimum(at, 0)  # wg: see the other kernel
+            of_k = q_smem.at[mine], _turned(k_smem.at[slot])
+            s, dp = _two_products(of_k, (do_smem.at[mine], _turned(v_smem.at[slot])))
             partly = (at < whole) | (at >= whole_end)
-            s = lax.cond(partly, lambda s: masked(s, at * keys), lambda s: s, s)
+            s = lax.cond(partly, lambda s: seen_scores(s, first, row, at * keys), lambda s: s, s)
             p = jnp.exp2(s * (scale * LOG2E) - spread(lse, s.shape, 0))
             ds = p * (dp - spread(correction, s.shape, 0))
+            ring.load(ring.ahead(n), copies)
             plgpu.wgmma(dq_acc, ds.astype(k_smem.dtype), k_smem.at[slot])
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(ring.empty.at[slot])
@@ -142,12 +148,29 @@ def _query_gradient(q, k, v, first_BL, first, lse, do, correction, scale):
         swizzled((stages, keys, V), dtype),
         swizzled((WARPGROUPS, TILE, 64), dtype),
         plgpu.Barrier(num_arrivals=2, num_barriers=WARPGROUPS),
-        *ring_types(stages, (2,)),
+        *ring_types(stages, 2),
     ]
     kernel = partial(_query_kernel, scale=scale, keys=keys, stages=stages, group=N // G)
     grid = (B, G, first.shape[1] // ROWS, N // G)
-    run = launch("attention_gradient_q", kernel, like(q, q.shape, dtype), grid, scratch)
+    run = launch("attention_query_gradient", kernel, like(q, q.shape, dtype), grid, scratch)
     return run(key_blocks(first_BL, ROWS, keys), first, q, k, v, do, lse, correction)
+
+
+def _seen_turned(s, key, first_gmem, last_gmem):
+    """s, of the keys from `key` on, by the first and last key of each query; -inf where it is not
+    seen. The last is the query's own number: read, as registers for 16 of those are short."""
+    first, last = (
+        spread(plgpu.load(gmem, layout=BY_COL, optimized=False), s.shape, 1)
+        for gmem in (first_gmem, last_gmem)
+    )
+    at = number(key, s.shape, 0)
+    return jnp.where((at >= first) & (at <= last), s, filled(-jnp.inf, s.shape, WGMMA))
+
+
+def _after(blocks, place):
+    """The place that follows (head of the group, block of `blocks`)."""
+    last = place[1] + 1 == blocks
+    return place[0] + last.astype(jnp.int32), jnp.where(last, 0, place[1] + 1)
 
 
 def _key_kernel(*refs, scale, rows, stages, group):
@@ -161,25 +184,12 @@ def _key_kernel(*refs, scale, rows, stages, group):
 
     def copies(place, n, slot):
         head, at = own_head * group + place[0], pl.ds((begin + place[1]) * rows, rows)
-        yield q_gmem.at[batch, at, head], q_smem.at[slot], 0
-        yield do_gmem.at[batch, at, head], do_smem.at[slot], 0
-        yield lse_gmem.at[batch, head, at], lse_smem.at[slot], 0
-        yield correction_gmem.at[batch, head, at], correction_smem.at[slot], 0
+        yield q_gmem.at[batch, at, head], q_smem.at[slot]
+        yield do_gmem.at[batch, at, head], do_smem.at[slot]
+        yield lse_gmem.at[batch, head, at], lse_smem.at[slot]
+        yield correction_gmem.at[batch, head, at], correction_smem.at[slot]
 
-    def after(place):
-        last = place[1] + 1 == end - begin
-        return place[0] + last.astype(jnp.int32), jnp.where(last, 0, place[1] + 1)
-
-    def masked(s, query):
-        # The last key of a query is its own number: read, as registers for 16 of them are short.
-        shape, queries = s.shape, pl.ds(query, rows)
-        first, last = (
-            spread(plgpu.load(gmem, layout=BY_COL, optimized=False), shape, 1)
-            for gmem in (first_gmem.at[batch, queries], last_gmem.at[queries])
-        )
-        at = number(key, shape, 0)
-        return jnp.where((at >= first) & (at <= last), s, filled(-jnp.inf, shape, WGMMA))
-
+    after = partial(_after, end - begin)
     plgpu.copy_gmem_to_smem(k_gmem.at[batch, own, own_head], k_smem.at[wg], own_full.at[wg])
     plgpu.copy_gmem_to_smem(v_gmem.at[batch, own, own_head], v_smem.at[wg], own_full.at[wg])
     place = ahead = jnp.int32(0), jnp.int32(0)  # head of the group, block of queries from begin on
@@ -192,21 +202,23 @@ def _key_kernel(*refs, scale, rows, stages, group):
         def step(n, places):
             place, ahead = places
             slot, at = ring.slot(n), begin + place[1]
-            ring.load(ring.ahead(n), partial(copies, ahead))
-            plgpu.barrier_wait(ring.full[0].at[slot])
+            plgpu.barrier_wait(ring.full.at[slot])
             # wg, as the compiler does not know it before the loop: it would keep 16 addresses of
             # the parts of k and v in registers, and has none to spare.
             mine = wg + jnp.minimum(at, 0)
             s = product(k_smem.at[mine], _turned(q_smem.at[slot]))
             whole, whole_end = (blocks_gmem[i, batch, block] for i in (1, 2))
             partly = (at < whole) | (at >= whole_end)
-            s = lax.cond(partly, lambda s: masked(s, at * rows), lambda s: s, s)
+            queries = pl.ds(at * rows, rows)
+            bounds = first_gmem.at[batch, queries], last_gmem.at[queries]
+            s = lax.cond(partly, lambda s: _seen_turned(s, key, *bounds), lambda s: s, s)
             lse = plgpu.load(lse_smem.at[slot], layout=BY_COL, optimized=False)
             p = jnp.exp2(s * (scale * LOG2E) - spread(lse, s.shape, 1))
             plgpu.wgmma(dv_acc, p.astype(do_smem.dtype), do_smem.at[slot])
             dp = product(v_smem.at[mine], _turned(do_smem.at[slot]))
             correction = plgpu.load(correction_smem.at[slot], layout=BY_COL, optimized=False)
             ds = p * (dp - spread(correction, s.shape, 1))
+            ring.load(ring.ahead(n), partial(copies, ahead))
             plgpu.wgmma(dk_acc, ds.astype(q_smem.dtype), q_smem.at[slot])
             plgpu.wgmma_wait(0)
             plgpu.commit_smem()  # there were ordinary reads, and copies will write here
@@ -234,12 +246,12 @@ def _key_gradients(q, k, v, first_BL, first, lse, do, correction, scale):
         *[plgpu.SMEM((stages, rows), jnp.float32)] * 2,
         swizzled((WARPGROUPS, TILE, 64), dtype),
         plgpu.Barrier(num_arrivals=2, num_barriers=WARPGROUPS),
-        *ring_types(stages, (4,)),
+        *ring_types(stages, 4),
     ]
     kernel = partial(_key_kernel, scale=scale, rows=rows, stages=stages, group=N // G)
     out_type = like(q, k.shape, dtype), like(q, v.shape, dtype)
     grid = (B, G, first.shape[1] // ROWS, 1)
-    run = launch("attention_gradient_kv", kernel, out_type, grid, scratch)
+    run = launch("attention_key_value_gradient", kernel, out_type, grid, scratch)
     last = jnp.arange(first.shape[1], dtype=jnp.int32)
     return run(query_blocks(first_BL, rows, ROWS), first, last, q, k, v, do, lse, correction)
 

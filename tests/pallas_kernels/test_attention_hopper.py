@@ -137,7 +137,8 @@ def test_it_assembles_without_spills(shape, tmp_path):
     printed("compile_attention_hopper", *shape, dump=tmp_path)
     names = sorted(path.stem for path in tmp_path.glob("*.ptx"))
     kernels = [re.sub(r"_\d+$", "", name) for name in names]
-    assert kernels == ["attention_forward", "attention_gradient_kv", "attention_gradient_q"]
+    expected = ["forward", "key_value_gradient", "query_gradient"]
+    assert kernels == [f"attention_{name}" for name in expected]
     for name in names:
         assembly = (tmp_path / f"{name}.ptx").read_text()
         report = (tmp_path / f"{name}.ptxas").read_text(errors="replace")
