@@ -151,11 +151,12 @@ def test_bytes_of_zero():
     config = replace(config, train=replace(config.train, batch_size=1024, microbatches=4))
     each = wires(Setup.of(config, 64), H100)
     layers = dense - 2 * 151936 * 2048
-    ends = 2 * 151936 * 2048
+    head = 151936 * 2048
     layer = layers * 63 / 64 + experts / 8 * 7 / 8
-    # Layers are gathered again for the backward; the embedding and the head are kept.
-    assert each["zero gather"] == pytest.approx(4 * (2 * 2 * layer + 2 * ends * 63 / 64))
-    assert each["zero reduce"] == pytest.approx(4 * 4 * (layer + ends * 63 / 64))
+    # Layers are gathered again for the backward; the head is kept; tokens travel to the embedding.
+    assert each["zero gather"] == pytest.approx(4 * (2 * 2 * layer + 2 * head * 63 / 64))
+    assert each["zero reduce"] == pytest.approx(4 * 4 * (layer + head * 63 / 64))
+    assert each["embed"] == pytest.approx(4 * 2 * 2 * 4 * 4096 * 2048 * 63 / 64)
 
 
 def test_the_bubble_is_what_a_schedule_leaves():

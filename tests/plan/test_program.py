@@ -9,6 +9,7 @@ import pytest
 
 from moejax.plan.hardware import CLUSTERS
 from moejax.plan.operations import (
+    ATTENTION,
     COLLECTIVE,
     GEMM,
     GROUPED,
@@ -178,3 +179,30 @@ ENTRY %main (a: bf16[64,32]) -> bf16[64,16] {
 def test_what_is_no_program_is_refused():
     with pytest.raises(ValueError, match="no ENTRY"):
         hlo.parse("no program")
+
+
+def test_attention_of_ours_is_a_kernel():
+    """Scores and the product with values forward; 3 products for dq, 4 for dk and dv; the causal
+    half, of which the layers see 3/4 in the mean."""
+    call = (
+        '  %c = (bf16[2,64,4,192]{3,2,1,0}) custom-call(%b, %q, %k, %v), custom_call_target="mosaic'
+        '_gpu_v2", metadata={op_name="jit(step)/jvp(loss)/attend/attention/KERNEL/mosaic"}'
+    )
+    arrays = ["s32[4,2,1] %b", "bf16[2,64,4,192] %q", "bf16[2,64,2,192] %k", "bf16[2,64,2,128] %v"]
+    inputs = [
+        f"  {name} = {shape} parameter({i})"
+        for i, (shape, name) in enumerate(a.split() for a in arrays)
+    ]
+    pairs = 0.75 * 2 * 4 * 64 * 64 / 2
+    for kernel, width in (
+        ("attention_forward", 192 + 128),
+        ("attention_query_gradient", 2 * 192 + 128),
+        ("attention_key_value_gradient", 2 * (192 + 128)),
+    ):
+        lines = [*inputs, call.replace("KERNEL", kernel).replace("  %c", "  ROOT %c")]
+        text = "\n".join(["HloModule m, is_scheduled=true", "", "ENTRY %main {", *lines, "}"])
+        found = program.read(text, CLUSTERS["h100"], seen=0.75)
+        (event,) = found.events
+        assert event.work.kind == ATTENTION and event.work.mnk == (64, 64, 128)
+        assert event.work.flops == 2 * pairs * width
+        assert found.kernels == {kernel: 1}

@@ -15,7 +15,6 @@ from moejax.plan.analytic.layers import Layer, make_layer
 from moejax.plan.analytic.pieces import Piece, phased
 from moejax.plan.analytic.setup import Setup
 from moejax.plan.analytic.weights import (
-    accumulate,
     embed,
     gather_once,
     head,
@@ -107,13 +106,12 @@ def _microbatch(setup: Setup, cluster: Cluster):
         merged = (*_forward(extra), *_merged(layer, setup, cluster), *_forward(last))
         merged = (*merged, *_backward(last, setup), *_backward(extra, setup))
         both.append(Loop("mtp", times, merged))
-    summed = accumulate(setup, cluster)
     for events in (forward, both):
         events.append(Loop("unembed forward", 1 / pp, _forward(last)))
     ends = [Loop("unembed backward", 1 / pp, _backward(last, setup))]
     starts = [Loop("embed backward", 1 / pp, _backward(first, setup))]
-    backward = [*ends, *backward, *starts, *summed]
-    both += [*ends, *starts, *summed]
+    backward = [*ends, *backward, *starts]
+    both += [*ends, *starts]
     if setup.overlap:
         return _sent(forward, setup, cluster, 1), _sent(backward, setup, cluster, 1), (
             _sent(both, setup, cluster, 2)
@@ -156,12 +154,20 @@ def _layer_forward(layer: Layer, setup: Setup, cluster: Cluster) -> tuple[Event,
 
 
 def _layer_backward(layer: Layer, setup: Setup, cluster: Cluster) -> tuple[Event, ...]:
+    """Returns one layer's backward. XLA sums the experts' gradients over ranks beside the rest of
+    it: what stands before the experts."""
     again = _again(layer.pieces, setup)
+    summed = layer_weights(setup, cluster, layer, "reduce", ("edp",))
+    travels = [e for e in summed if isinstance(e, Run) and e.work.kind == COLLECTIVE]
     body = (
         *layer_weights(setup, cluster, layer, "recompute" if again else "backward"),
         *again,
-        *_backward(layer.pieces, setup),
-        *layer_weights(setup, cluster, layer, "reduce"),
+        *_backward((*layer.there, *layer.inside, *layer.back, *layer.after), setup),
+        *_begin(tuple(travels), "experts"),
+        *_backward(layer.before, setup),
+        *_end("experts", tuple(travels)),
+        *(e for e in summed if e not in travels),
+        *layer_weights(setup, cluster, layer, "reduce", ("dp",)),
     )
     return _hosted(body, setup, "backward")
 

@@ -68,9 +68,12 @@ def _gather(setup: Setup, cluster: Cluster, axis: str, size: float, phase: str) 
     )  # fmt: skip
 
 
-def layer_weights(setup: Setup, cluster: Cluster, layer: Layer, phase: str) -> tuple[Event, ...]:
+def layer_weights(
+    setup: Setup, cluster: Cluster, layer: Layer, phase: str, of: tuple[str, ...] = ("dp", "edp")
+) -> tuple[Event, ...]:
     """Returns what moejax does to one layer's weights before it uses them ("forward", "recompute",
-    "backward": cast, gather), or to their gradients ("reduce")."""
+    "backward": cast, gather), or to their gradients ("reduce"). `of`: those that dp shares, the
+    experts'."""
     if setup.software != "moejax":
         return ()
     kind = "M" if layer.there or layer.inside else "D"
@@ -79,14 +82,14 @@ def layer_weights(setup: Setup, cluster: Cluster, layer: Layer, phase: str) -> t
     found = []
     for axis, params, arrays in (("dp", dense, _arrays(setup.model, kind)), ("edp", experts, 2)):
         rest = setup.group(axis, cluster).size if setup.zero == 3 else 1
-        if not params:
+        if not params or axis not in of:
             continue
         if phase == "reduce":
-            # float32 gradients, which are reduced together; then into the stack of all layers'.
+            # float32 gradients, which are reduced together, then added to those before them.
             found.append(_memory(6 * params, "backward"))
             if rest > 1:
                 found.append(_gather(setup, cluster, axis, 4 * params, phase))
-            found.append(_memory(8 * params / rest, "backward"))
+            found.append(_memory(12 * params / rest, "backward"))
             continue
         found.append(_memory(6 * params / rest, phase))
         if rest > 1:
@@ -116,15 +119,6 @@ def gather_once(setup: Setup, cluster: Cluster) -> list[Work]:
     ]
 
 
-def accumulate(setup: Setup, cluster: Cluster) -> tuple[Event, ...]:
-    """Returns what moejax does to the gradients of a microbatch: zeros, into which the layers write
-    theirs, and the sum with those of the microbatches before it, in float32."""
-    if setup.software != "moejax" or setup.microbatches == 1:
-        return ()
-    resting = sum(resting_params(setup, cluster, setup.zero == 3))
-    return (Run(Work("accumulate", MEMORY, "backward", bytes=(4 + 12) * resting)),)
-
-
 def reduce_once(setup: Setup, cluster: Cluster) -> list[Work]:
     """Returns the sums of float32 gradients over data-parallel ranks, once a step."""
     dense, experts = stage_params(setup)
@@ -150,11 +144,16 @@ def embed(setup: Setup, cluster: Cluster) -> tuple[Piece, ...]:
     """Returns the pieces of the embedding: a lookup, and its gradient's scattered sum."""
     made, model = Made(setup, cluster), setup.model
     T, D, local = setup.tokens, model.dim, model.padded_vocab / setup.tp
-    whole = 2 * model.dim * local if made.ours else 0.0
-    if made.ours and setup.zero == 3:
-        _kept(made, "embed", model.dim * local)
-    # moejax's gradient is an array of the whole vocabulary, filled with zeros and summed up.
-    made.memory("embed", 4 * T * D + whole, 8 * T * D + 6 * whole)
+    columns = D
+    if made.ours and setup.zero == 3 and local > T:  # tokens travel to columns of the table
+        columns = D / setup.group("dp", cluster).size
+        made.collective("embed", "all_to_all", "embed", "dp", 2 * T * D)
+        made.memory("embed", 4 * T * D, 4 * T * D)
+    elif made.ours and setup.zero == 3:
+        _kept(made, "embed", D * local)
+    # moejax's gradient is a float32 array of the table that it looks in, zeros and then sums.
+    whole = 4 * columns * local if made.ours else 0.0
+    made.memory("embed", 4 * T * D, 8 * T * D + 3 * whole)
     made.collective("embed", "reduce_scatter", "tp", "tp", 2 * T * D)
     return made.take()
 

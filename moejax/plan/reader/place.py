@@ -77,6 +77,8 @@ def role_of(kind: str, path: str, axes: tuple[str, ...], small: bool) -> str:
     stops = [stop_of(piece) for piece in pieces]
     between = {"", "loss", "embed"}.intersection(stops)
     stop = "" if between and "all_to_all" not in kind else stops[0]
+    if stop == "embed":
+        return "embed"
     if stop in ("dispatch", "combine") or "all_to_all" in kind:
         return "ep sizes" if small else f"ep {stop or 'dispatch'}"
     tp = bool(axes) and all(axis.startswith("tp") for axis in axes)

@@ -35,7 +35,7 @@ _PAIR = re.compile(r"source_target_pairs=\{\{(\d+),(\d+)\}")
 _SLICES = ("dynamic-slice", "slice", "gather")
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 """Opcode -> the operand that is written into operand 0."""
-_ATTENTION = {"forward": (1, 1), "gradient_q": (2, 1), "gradient_kv": (2, 2)}
+_ATTENTION = {"forward": (1, 1), "query_gradient": (2, 1), "key_value_gradient": (2, 2)}
 """Kernel of ours, "attention_..." -> how many products as wide as keys, and as values: the scores
 again, and what each gradient takes."""
 _NO_WORK = ("bitcast", "get-tuple-element", "tuple", "copy", "convert", "transpose", "reshape")
