@@ -180,7 +180,9 @@ def test_products_are_those_of_the_model(compiled):
             key = work.name, work.phase
             sums[key] = sums.get(key, 0) + times * work.flops
     mlp = 2 * tokens * 3 * model.dim * (model.ffn_dim + 2 * model.moe.shared_ffn_dim)
-    assert sums["mlp", "forward"] == mlp and sums["mlp", "backward"] == 2 * mlp
+    # Of three products the first two are made again; XLA joins some of them with the forward's.
+    assert sums["mlp", "forward"] + sums["mlp", "recompute"] == mlp * 5 / 3
+    assert sums["mlp", "backward"] == 2 * mlp
     logits = 2 * tokens * model.dim * model.vocab_size
     assert sums["unembed", "forward"] == logits
     accounted = program.flops(found, config, 16)
@@ -189,7 +191,10 @@ def test_products_are_those_of_the_model(compiled):
         + flops.attention_flops(model, [1024]) * tokens / 1024
     )
     other = accounted.waste["rows without a token, and other"]
-    assert abs(other) < 0.01 * accounted.model
+    # The dense layer stands alone, in no loop: what it makes again XLA joins with the forward's
+    # products, where the account cannot tell it from others.
+    joined = sums["mlp", "forward"] - mlp + 2 * tokens * model.dim * 16 * 128
+    assert abs(other - joined) < 0.01 * accounted.model
     assert min(accounted.waste.values()) > -0.01 * accounted.model
     assert found.kernels["grouped_mlp_forward"] == 2 * 2 * 2  # forward, and once more
     assert math.isfinite(accounted.executed)
