@@ -101,7 +101,7 @@ class Transformer(nnx.Module):
         tp, dp, id_T = self.fold["tp"], self.fold["dp"], tokens_bL.reshape(-1)
         scattered = self.zero == 3 and len(id_T) < self.embedding.shape[0]
         gathered = self.zero == 3 and not scattered
-        w_vD = self._weight(self.embedding) if gathered else self.embedding[...]
+        w_vD = self._weight(self.embedding) if gathered else jnp.asarray(self.embedding[...])
         id_T = collectives.all_gather(id_T, dp) if scattered else id_T
         id_T = id_T - collectives.axis_index(tp) * w_vD.shape[0]
         mine_T = (id_T >= 0) & (id_T < w_vD.shape[0])
