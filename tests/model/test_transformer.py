@@ -11,7 +11,9 @@ from flax import nnx
 
 from configs.demo import demo
 from moejax.core.precision import PrecisionConfig
+from moejax.model import transformer
 from moejax.model.attention import AttentionConfig
+from moejax.model.rope import rope_table
 from moejax.model.router import RouterConfig
 from moejax.model.stream import Counts
 from moejax.model.transformer import ModelConfig, Transformer
@@ -154,3 +156,19 @@ def test_opposite_imbalances_of_two_layers_do_not_cancel():
     np.testing.assert_allclose(aux["batch_loss"], [2.0, 2.0], atol=1e-5)
     np.testing.assert_array_equal(aux["load_E"], [[4, 0], [0, 4]])
     np.testing.assert_array_equal(aux["dropped"], [0, 0])
+
+
+def test_positions_are_turned_into_angles_in_float32_at_least(monkeypatch):
+    """Also where sums are kept in bfloat16, in which 4095 is 4096."""
+    seen = []
+
+    def noted(positions_bL, dim, cfg, dtype):
+        seen.append(jnp.dtype(dtype))
+        return rope_table(positions_bL, dim, cfg, dtype)
+
+    monkeypatch.setattr(transformer, "rope_table", noted)
+    for accum in ("bfloat16", "float32"):
+        precision = replace(FLOAT32, accum_dtype=accum)
+        model = Transformer(tiny(), precision=precision, rngs=nnx.Rngs(0))
+        model(jnp.zeros((1, 4), jnp.int32))
+    assert seen == [jnp.dtype("float32")] * 2

@@ -70,7 +70,10 @@ OLMOE_HEADS = (("attention", shrunken(OLMOE, 8, 2)),)
 LATENTS = shrunken(DEEPSEEK_V3, 8)
 RECOMPUTED = replace(LATENTS, mla=replace(LATENTS.mla, recompute_up=True))
 MLA_MTP = (("attention", RECOMPUTED), ("mtp_depth", 1))
-MLA_LITE = (("attention", shrunken(DEEPSEEK_V2_LITE, 8)), ("remat", "full"))
+# So many tokens of a vocabulary that, with ZeRO-3, those of a batch travel to the embedding.
+MLA_LITE = (
+    ("attention", shrunken(DEEPSEEK_V2_LITE, 8)), ("remat", "full"), ("vocab_size", 2 * VOCAB),
+)  # fmt: skip
 GPT_OSS_EXPERTS = (("bias", True), ("swiglu_limit", 0.02), ("shared_ffn_dim", 0))
 WINDOWS = (("attention", shrunken(GPT_OSS, 8, 4)), ("pattern", "mM"), ("num_layers", 2))
 FOLDS = {

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +12,11 @@ import pytest
 from moejax.core import params
 from moejax.core.mesh import ParallelConfig
 from moejax.core.precision import PrecisionConfig
+from moejax.train import step
 from moejax.train.optimizer import OptimizerConfig, decay_mask, make_optimizer
 from moejax.train.state import init_state
 from moejax.train.step import TrainConfig
+from pallas_kernels import deviceless
 from tests.oracle import max_relative_error
 from tests.train.folds import BIAS, LENGTH, ROWS, SEQUENCE, SIGMOID, Case, batches, make_trainer
 
@@ -158,3 +161,15 @@ def test_a_batch_that_does_not_divide_is_refused():
         config.check(6, 4)
     with pytest.raises(ValueError, match="train.steps=0 must be at least 1"):
         TrainConfig(steps=0)
+
+
+def test_on_gpus_a_step_is_scheduled_to_hide_communication(monkeypatch):
+    """What the planner compiles with, and what a run on GPUs does."""
+    assert set(deviceless.SCHEDULING.items()) <= set(deviceless.COMPILER_OPTIONS.items())
+    for platform, options in (("gpu", deviceless.SCHEDULING), ("cpu", None)):
+        mesh = SimpleNamespace(devices=np.array([SimpleNamespace(platform=platform)]))
+        assert step._options(SimpleNamespace(mesh=mesh)) == options
+    monkeypatch.setattr(step, "_options", lambda layout: {"no_such_option": True})
+    made = make_trainer(ALONE)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no_such_option"):
+        made.step(made.new_state(), batches(1, 1)[0])
