@@ -1,45 +1,23 @@
 """The processes of a run: one on a laptop, one a host (or a GPU) on a cluster.
 
 Every process runs the same program on the same arguments. What only one may do (files, the
-terminal) the first one does; what all must decide alike is agreed on here.
+terminal) the first one does; what all must decide alike is agreed on here. How they find each
+other: job.py; what becomes of them when one dies: liveness.py.
 """
 
-import os
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import contextmanager
+from itertools import count
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src import distributed
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-
-def join(environ: Mapping[str, str] = os.environ) -> int:
-    """Joins the other processes of this job; returns how many there are, 1 for a process alone.
-
-    A job is told by JAX_COORDINATOR_ADDRESS (host:port of the first process), JAX_NUM_PROCESSES
-    and JAX_PROCESS_ID, as a Kubernetes manifest can set them; under Slurm's srun and Open MPI's
-    mpirun by what these set themselves. Comes before anything that asks JAX for devices.
-
-    Raises ValueError for a coordinator without the other two.
-    """
-    if "JAX_COORDINATOR_ADDRESS" in environ:
-        try:
-            count, index = (int(environ[f"JAX_{name}"]) for name in ("NUM_PROCESSES", "PROCESS_ID"))
-        except (KeyError, ValueError) as error:
-            raise ValueError(
-                "JAX_COORDINATOR_ADDRESS is set, so JAX_NUM_PROCESSES and JAX_PROCESS_ID must be "
-                f"numbers: {error}"
-            ) from None
-        if count > 1:
-            jax.distributed.initialize(environ["JAX_COORDINATOR_ADDRESS"], count, index)
-        return count
-    # A step's own count: a Slurm batch script runs alone, whatever the job's count says.
-    count = int(environ.get("SLURM_STEP_NUM_TASKS") or environ.get("OMPI_COMM_WORLD_SIZE") or 1)
-    if count > 1:
-        jax.distributed.initialize()
-    return count
+_LONGEST_WAIT_MS = 24 * 3600 * 1000
+_MEETINGS = count()  # a barrier's name serves once; all processes meet in the same order
 
 
 def is_first() -> bool:
@@ -47,14 +25,26 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
+def meet(what: str) -> None:
+    """Waits until every process is here, however long the others take; `what` names the place.
+
+    A collective is no place to wait for a process that is still compiling or reading: those over
+    TCP, between CPUs, give up after 30 s. That a process died meanwhile, liveness.py notices.
+    """
+    if jax.process_count() > 1:
+        client = distributed.global_state.client
+        assert client is not None, "many processes have joined, by job.join"
+        client.wait_at_barrier(f"moejax/meet/{next(_MEETINGS)}/{what}", _LONGEST_WAIT_MS)
+
+
 @contextmanager
 def first_goes_first(what: str) -> Generator[None]:
     """The first process does the block alone, then the others do it, and find its files."""
     if not is_first():
-        multihost_utils.sync_global_devices(what)
+        meet(what)
     yield
-    if is_first() and jax.process_count() > 1:
-        multihost_utils.sync_global_devices(what)
+    if is_first():
+        meet(what)
 
 
 def whole(x: jax.Array) -> np.ndarray:
