@@ -54,6 +54,24 @@ def all_to_all(x: Shaped[Array, "..."], axes: Axes) -> Shaped[Array, "..."]:
     return lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True) if axes else x
 
 
+def shift(x, axes: Axes, by: int = 1):
+    """Returns the x (a pytree) of the device `by` places before along `axes`, which are a ring.
+
+    A `ppermute`, which waits for *every* device of the mesh: not for a branch that only some of
+    them take (a pipeline stage), where it would hang.
+    """
+    if not axes:
+        return x
+    size = axis_size(axes)
+    pairs = [(device, (device + by) % size) for device in range(size)]
+    return jax.tree.map(lambda leaf: lax.ppermute(leaf, axes, pairs), x)
+
+
+def axis_size(axes: Axes) -> int:
+    """Returns the number of devices along `axes` (1 for `()`)."""
+    return lax.axis_size(axes) if axes else 1
+
+
 def axis_index(axes: Axes) -> Int[Array, ""]:
     """Returns this device's index along `axes`, slowest first (0 for `()`)."""
     return lax.axis_index(axes) if axes else jnp.zeros((), jnp.int32)

@@ -7,6 +7,9 @@ the mesh axes. Each lies inside exactly one axis of each reading and is named af
 (`dp_ep`, `tp_ep`). A *role* (`tp`, `ep`, ...) is then a tuple of mesh axes, `()` at degree 1, and
 collectives take the tuple: no code asks `if ep > 1`.
 
+Where ep reaches beyond one NVLink domain, `parallel.node` cuts it once more: `ep_out` crosses
+nodes, `ep_in` stays inside one, and `ep` is both (ep=8 over nodes of 4: `ep_out` 2, `ep_in` 4).
+
 Outsiders need: `ParallelConfig`, `Fold`, `fold`, `make_mesh`, `fold_table`.
 """
 
@@ -21,15 +24,37 @@ from jax.sharding import AxisType, Mesh
 
 ATTENTION = ("pp", "dp", "cp", "tp")
 EXPERTS = ("pp", "edp", "ep", "etp")
+EP = ("ep", "ep_out", "ep_in")
+"""The expert-parallel role, or its two parts, slowest first."""
+CONTEXTS = ("ulysses", "ulysses_ring", "ring", "all_gather")
 Reading = Mapping[str, int]
+_MAY_BE_0 = ("dp", "edp", "node", "vpp")
 
 
 @dataclasses.dataclass(frozen=True)
 class ParallelConfig:
     """Degrees of the two readings, and how weights rest."""
 
+    pp: int = 1
+    """Pipeline-parallel degree: the layers are split over so many devices, in both readings."""
+    vpp: int = 1
+    """Stages (chunks of layers) that each of them holds; 0: as many as `layout` gives."""
+    layout: str = ""
+    """Which stage has what: E embedding, t a layer, m a further module (MTP), L loss, | the end of
+    a stage, *n and (..)*n repeats ("Et*3|(tt|)*29m|L"); empty: layers spread evenly."""
+    schedule: str = ""
+    """In which order stages run microbatches forward and backward: "1f1b", or "merged", each
+    forward beside the backward of another microbatch, so that the communication of one can hide
+    under the products of the other (with pp=1 too). Empty: one microbatch after the other without
+    pp, "1f1b" with it."""
     dp: int = 1
     """Data-parallel degree of attention; 0: all devices that the other degrees leave."""
+    cp: int = 1
+    """Context-parallel degree: each row's tokens are split over so many devices."""
+    cp_kind: str = "ulysses"
+    """How attention sees whole rows: "ulysses" (heads are split instead: cp divides those that tp
+    leaves), "ring" (keys and values travel, in blocks; with pp, head by head), "ulysses_ring"
+    (heads as far as those of keys divide, a ring beyond), "all_gather" (keys, or latents)."""
     tp: int = 1
     """Tensor-parallel degree (with sequence parallelism between) of attention and dense MLPs."""
     ep: int = 1
@@ -38,27 +63,40 @@ class ParallelConfig:
     """Tensor-parallel degree inside each expert."""
     edp: int = 0
     """Data-parallel degree of the experts; 0: all devices that ep and etp leave."""
+    node: int = 0
+    """Devices of one node, or larger NVLink domain (8 on HGX, 64 on NVL72), where ep reaches
+    beyond it: "hierarchical" dispatch crosses nodes once a token. 0: ep stays inside a node."""
     zero: int = 1
     """ZeRO stage. 0: weights and optimizer state replicated over data-parallel ranks; 1: both
     rest sharded, weights gathered once a step; 3: gathered again where each layer starts."""
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            value, low = getattr(self, field.name), int(field.name not in ("dp", "edp", "zero"))
+        for name in (*ATTENTION, *EXPERTS, "vpp", "node"):
+            value, low = getattr(self, name), int(name not in _MAY_BE_0)
             if value < low:
-                raise ValueError(f"parallel.{field.name}={value} is below {low}")
+                raise ValueError(f"parallel.{name}={value} is below {low}")
+        if self.pp == 1 and (self.vpp > 1 or self.layout):
+            raise ValueError(
+                f"parallel.vpp={self.vpp}, layout={self.layout!r} split no pipeline: set pp too"
+            )
+        if self.cp_kind not in CONTEXTS:
+            raise ValueError(
+                f"parallel.cp_kind={self.cp_kind!r}: choose from {', '.join(CONTEXTS)}"
+            )
         if self.zero not in (0, 1, 3):
             raise ValueError(f"parallel.zero={self.zero}: choose 0, 1 or 3")
 
     def readings(self, num_devices: int) -> tuple[dict[str, int], dict[str, int]]:
         """Returns the attention and the expert reading of `num_devices`, degrees of 0 filled in.
+        Where `node` cuts ep, the expert reading has ep_out and ep_in in its place.
 
-        Raises ValueError when the degrees cannot cover the devices.
+        Raises ValueError when the degrees cannot cover the devices, or a node's cannot ep's.
         """
-        world = self.dp * self.tp or num_devices
-        dp, edp = world // self.tp, self.edp or world // (self.ep * self.etp)
-        attention = {"pp": 1, "dp": dp, "cp": 1, "tp": self.tp}
-        experts = {"pp": 1, "edp": edp, "ep": self.ep, "etp": self.etp}
+        world = self.num_devices() or num_devices
+        dp = self.dp or world // (self.pp * self.cp * self.tp)
+        edp = self.edp or world // (self.pp * self.ep * self.etp)
+        attention = {"pp": self.pp, "dp": dp, "cp": self.cp, "tp": self.tp}
+        experts = {"pp": self.pp, "edp": edp, "ep": self.ep, "etp": self.etp}
         for name, reading in (("attention", attention), ("experts", experts)):
             if prod(reading.values()) != world:
                 raise ValueError(
@@ -66,11 +104,16 @@ class ParallelConfig:
                     f"devices, the other reading or the machine has {world}: change a degree "
                     f"(dp=0 and edp=0 fill in what the others leave)"
                 )
-        return attention, experts
+        return attention, _cut_ep(experts, self.node)
+
+    def fold(self, num_devices: int = 0) -> "Fold":
+        """Returns the fold of these degrees over the devices. Raises ValueError as `readings` and
+        `fold` do."""
+        return fold(*self.readings(num_devices), self.cp_kind)
 
     def num_devices(self) -> int:
         """The devices that the degrees ask for; 0 where dp leaves that to the machine."""
-        return self.dp * self.tp
+        return self.pp * self.dp * self.cp * self.tp
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +125,8 @@ class Fold:
 
     axes: tuple[tuple[str, int], ...] = ()
     roles: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    context: str = CONTEXTS[0]
+    """How attention sees whole rows (`ParallelConfig.cp_kind`)."""
 
     def __getitem__(self, role: str) -> tuple[str, ...]:
         return dict(self.roles).get(role, ())
@@ -105,6 +150,37 @@ class Fold:
         """The number of devices along a role."""
         sizes = dict(self.axes)
         return prod(sizes[axis] for axis in self[role])
+
+
+def _cut_ep(experts: Reading, node: int) -> dict[str, int]:
+    """Returns the expert reading with ep cut at the border of nodes of so many devices, in one
+    line; ep inside a node stays whole. Raises ValueError where groups and nodes do not line up.
+
+    >>> _cut_ep({"pp": 1, "edp": 2, "ep": 8, "etp": 2}, 8)
+    {'pp': 1, 'edp': 2, 'ep_out': 2, 'ep_in': 4, 'etp': 2}
+    """
+    ep, etp = experts["ep"], experts["etp"]
+    if not _lines_up(ep, etp, node):
+        raise ValueError(
+            f"parallel.node={node}: groups of ep={ep} x etp={etp} devices neither fill nodes nor "
+            f"divide them: choose a node that is a multiple of etp={etp}, and divides or is a "
+            f"multiple of {ep * etp}, or 0 (ep stays inside a node)"
+        )
+    if node % (ep * etp) == 0:
+        return dict(experts)
+    parts = {"ep_out": ep * etp // node, "ep_in": node // etp}
+    return {"pp": experts["pp"], "edp": experts["edp"], **parts, "etp": etp}
+
+
+def _lines_up(ep: int, etp: int, node: int) -> bool:
+    """Whether groups of ep x etp devices fill whole nodes, with etp inside one, or lie in one."""
+    return node % (ep * etp) == 0 or (ep * etp % node == 0 and node % etp == 0)
+
+
+def _whole_ep(experts: Reading) -> dict[str, int]:
+    """Undoes `_cut_ep`."""
+    parts = {"ep": prod(experts.get(role, 1) for role in EP)}
+    return {role: {**experts, **parts}.get(role, 1) for role in EXPERTS}
 
 
 def _shown(reading: Reading) -> str:
@@ -138,20 +214,32 @@ def _nests(attention: Reading, experts: Reading) -> bool:
 
 def _nearest(attention: Reading, experts: Reading) -> list[Reading]:
     """Expert readings that nest with `attention`, nearest (in log degrees) first."""
+    node = experts["ep_in"] * experts["etp"] if "ep_in" in experts else 0
+    experts = _whole_ep(experts)
     per_stage = prod(experts.values()) // experts["pp"]
     sizes = [n for n in range(1, per_stage + 1) if per_stage % n == 0]
     found = [
         {**experts, "edp": edp, "ep": ep, "etp": per_stage // edp // ep}
         for edp in sizes
         for ep in sizes
-        if per_stage % (edp * ep) == 0
+        if per_stage % (edp * ep) == 0 and _lines_up(ep, per_stage // edp // ep, node)
     ]
-    found = [reading for reading in found if _nests(attention, reading)]
+    found = [reading for reading in found if _nests(attention, _cut_ep(reading, node))]
     return sorted(found, key=lambda r: sum(abs(log(r[k] / experts[k])) for k in experts))
 
 
-def fold(attention: Reading, experts: Reading) -> Fold:
-    """Returns the common refinement of the two readings (role -> degree, slowest first).
+def _factors(size: int) -> list[int]:
+    """The prime factors, the greatest first."""
+    least = next((n for n in range(2, size) if size % n == 0), size)
+    return [size] if least == size else [*_factors(size // least), least]
+
+
+def fold(attention: Reading, experts: Reading, context: str = CONTEXTS[0]) -> Fold:
+    """Returns the common refinement of the two readings (role -> degree, slowest first). Where
+    `context` is "ulysses_ring", which splits cp once more, cp has a mesh axis for each prime.
+
+    Of an expert reading that has ep_out and ep_in in the place of ep, the role ep is both; of one
+    that has not, ep_in is ep.
 
     Raises ValueError when they cover different device counts, or when their strides do not nest;
     the message then names the nearest expert readings that do.
@@ -173,10 +261,19 @@ def fold(attention: Reading, experts: Reading) -> Fold:
     for outer, inner in pairwise(_cuts(attention, experts)):
         owners = dict.fromkeys((_role_at(attention, inner), _role_at(experts, inner)))
         name = "_".join(owners)
-        axes[name] = outer // inner
-        for role in owners:
-            roles[role] += (name,)
-    return Fold(tuple(axes.items()), tuple(roles.items()))
+        sizes = [outer // inner]
+        if context == "ulysses_ring" and "cp" in owners:
+            sizes = _factors(*sizes)
+        for number, size in enumerate(sizes):
+            piece = name if len(sizes) == 1 else f"{name}_{number}"
+            axes[piece] = size
+            for role in owners:
+                roles[role] += (piece,)
+    # The vocabulary is split over both, so that no stage carries embedding and head alone.
+    roles["vocab"] = roles.get("pp", ()) + roles.get("tp", ())
+    parts = {"ep_out": roles.get("ep_out", ()), "ep_in": roles.get("ep_in", roles.get("ep", ()))}
+    roles |= parts | {"ep": parts["ep_out"] + parts["ep_in"]}
+    return Fold(tuple(axes.items()), tuple(roles.items()), context)
 
 
 def make_mesh(folded: Fold, devices: Sequence[jax.Device] | None = None) -> Mesh:

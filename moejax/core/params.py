@@ -71,15 +71,27 @@ def dims_of(module: nnx.Module) -> tuple[Tree, Tree]:
     return dims(params), dims(buffers)
 
 
-def stack(make, count: int, rngs: nnx.Rngs) -> nnx.Module:
-    """Returns `count` modules `make(rngs)` as one whose arrays have a leading dim "layer"."""
+def stack(make, count: int, rngs: nnx.Rngs, places: tuple[int, ...] = ()) -> nnx.Module:
+    """Returns `count` modules `make(rngs)` as one whose arrays have a leading dim "layer".
+
+    `places`: which of them is in each slot of the parameters' leading dim, -1 for zeros; empty:
+    each in its own. Buffers are in order.
+    """
 
     def draw(key):
         return nnx.state(make(nnx.Rngs(key)))
 
+    def placed(variable):
+        value = variable[...]
+        if not places or not isinstance(variable, nnx.Param):
+            return value
+        place = jnp.asarray(places).reshape(-1, *(1,) * (value.ndim - 1))
+        return jnp.where(place >= 0, value[jnp.asarray(places)], 0)
+
     definition = nnx.graphdef(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
     state = jax.vmap(draw)(jax.random.split(rngs.params(), count))
     for _, variable in nnx.to_flat_state(state):
+        variable.set_value(placed(variable))
         variable.set_metadata(dims=("layer", *variable.get_metadata()["dims"]))
     return nnx.merge(definition, state)
 

@@ -19,7 +19,8 @@ from moejax.core.precision import PrecisionConfig
 Table = dict[str, str]
 
 COMPUTE: Table = {
-    "vocab": "tp",
+    "layer": "pp",
+    "vocab": "vocab",
     "heads": "tp",
     "kv_heads": "tp",
     "ffn": "tp",

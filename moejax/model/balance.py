@@ -141,7 +141,7 @@ def load_loss(load_E, probs_tE, stream: Stream) -> Float[Array, ""]:
 
 def sequence_loss(experts_tK, probs_tE, stream: Stream, fold: Fold) -> Float[Array, ""]:
     """Returns this device's share of the mean, over the step's documents, of their losses."""
-    num_documents = stream.segment_ids_bL.size
+    num_documents = stream.segment_ids_bL.size * fold.degree("cp")
     num_experts, top_k = probs_tE.shape[-1], experts_tK.shape[-1]
     chosen_tE = counts_tE(experts_tK, num_experts, probs_tE.dtype)
 

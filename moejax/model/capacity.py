@@ -20,10 +20,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from moejax.core import collectives
 from moejax.core.mesh import Fold
+from moejax.model.context import of_whole_rows, whole_rows
 from moejax.model.router import RouterConfig, Routing
-from moejax.model.stream import Stream, my_tokens
+from moejax.model.stream import Stream
 
 
 def capacity_b(
@@ -59,16 +59,16 @@ def keep(
     none = 0 * experts_tK[0, 0]
     if not factor or cfg.selection == "expert_choice":
         return Kept(experts_tK, weights_tK, none)
-    (b, length), top_k = stream.segment_ids_bL.shape, experts_tK.shape[1]
+    (b, length), top_k = stream.row_ids_bL.shape, experts_tK.shape[1]
     by_weight = cfg.drop_policy == "probs"
     key_tK = -lax.stop_gradient(weights_tK) if by_weight else jnp.zeros_like(weights_tK)
     experts_bS, key_bS = (
-        collectives.all_gather(a, fold["tp"]).reshape(b, length * top_k)
+        whole_rows(a, b, stream.spread, fold).reshape(b, length * top_k)
         for a in (experts_tK, key_tK)
     )
-    room_b = capacity_b(stream.segment_ids_bL != 0, top_k, num_experts, factor)
+    room_b = capacity_b(stream.row_ids_bL != 0, top_k, num_experts, factor)
     kept_bS = rank_bS(experts_bS, key_bS, num_experts) < room_b[:, None]
-    kept_tK = my_tokens(kept_bS.reshape(-1, top_k), fold)
+    kept_tK = of_whole_rows(kept_bS.reshape(b, length, top_k), stream.spread, fold)
     kept = Kept(
         jnp.where(kept_tK, experts_tK, num_experts), jnp.where(kept_tK, weights_tK, 0), none
     )
@@ -81,13 +81,13 @@ def keep(
 
 def _filled(kept: Kept, chosen_bLE, room_b, num_experts: int, stream: Stream, fold: Fold) -> Kept:
     """Returns a slot for each expert: those that were kept, and fillers."""
-    valid_bL1 = (stream.segment_ids_bL != 0)[..., None]
+    valid_bL1 = (stream.row_ids_bL != 0)[..., None]
     missing_bE = room_b[:, None] - chosen_bLE.sum(axis=1, dtype=jnp.int32)
     free_bLE = valid_bL1 & ~chosen_bLE
     nth_bLE = jnp.cumsum(free_bLE, axis=1, dtype=jnp.int32)
     filled_bLE = free_bLE & (nth_bLE <= missing_bE[:, None])
     taken_tE, filled_tE = (
-        my_tokens(a.reshape(-1, num_experts), fold) for a in (chosen_bLE | filled_bLE, filled_bLE)
+        of_whole_rows(a, stream.spread, fold) for a in (chosen_bLE | filled_bLE, filled_bLE)
     )
     ids_E = jnp.arange(num_experts, dtype=kept.experts_tK.dtype)
     here_tKE = kept.experts_tK[..., None] == ids_E[None, None]

@@ -13,8 +13,9 @@ from jaxtyping import Array, Bool, Float, Int
 from moejax.core import collectives
 from moejax.core.mesh import Fold
 from moejax.model.capacity import capacity_b
+from moejax.model.context import of_whole_rows, whole_rows
 from moejax.model.router import RouterConfig, Routing, route
-from moejax.model.stream import Stream, my_tokens
+from moejax.model.stream import Stream
 from pallas_kernels import log_scores
 
 SINKHORN_TOLERANCE, SINKHORN_STEPS = 1e-4, 1000
@@ -48,7 +49,7 @@ def choose(
         logits_bLE, valid_bL = (rows(a, stream, fold) for a in (logits_tE, stream.valid_t))
         scores_bLE = jax.vmap(sinkhorn)(logits_bLE, valid_bL)
         _, experts_bLK = lax.top_k(scores_bLE, top_k)
-        return my_tokens(experts_bLK.reshape(-1, top_k), fold)
+        return of_whole_rows(experts_bLK, stream.spread, fold)
     return None
 
 
@@ -79,9 +80,8 @@ _tell.defvjp(lambda x, probe, value: (x, value), lambda value, dx: (dx, value, N
 
 
 def rows(x_t: Array, stream: Stream, fold: Fold) -> Array:
-    """Returns an array [t, ...] as whole rows [b, L, ...], gathered over tp."""
-    whole = collectives.all_gather(x_t, fold["tp"])
-    return whole.reshape(*stream.segment_ids_bL.shape, *x_t.shape[1:])
+    """Returns an array [t, ...] as whole rows [b, L, ...], gathered over tp and cp."""
+    return whole_rows(x_t, len(stream.segment_ids_bL), stream.spread, fold)
 
 
 def jitter(x_tD: Float[Array, "t D"], stream: Stream, eps: float, dtype) -> Float[Array, "t D"]:
@@ -150,7 +150,7 @@ def expert_choice(
     rank_bLE = jnp.argsort(order_bLE, axis=1).astype(jnp.int32)  # the inverse permutation
     room_b = capacity_b(valid_bL, top_k, num_experts, cfg.capacity_factor or 1.0)
     taken_bLE = (rank_bLE < room_b[:, None, None]) & valid_bL[..., None]
-    taken_tE = my_tokens(taken_bLE.reshape(-1, num_experts), fold)
+    taken_tE = of_whole_rows(taken_bLE, stream.spread, fold)
     return jnp.where(taken_tE, jnp.arange(num_experts, dtype=jnp.int32)[None], num_experts)
 
 

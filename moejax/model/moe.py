@@ -49,11 +49,13 @@ class MoEConfig:
     Nemotron-3). 0: none."""
     dispatch: str = "all_gather"
     """How tokens reach experts: "all_gather" (also the best on one device), "all_to_all" (padded),
-    "ragged" (exact sizes; emulated on CPU), "reference" (one-hot oracle)."""
+    "ragged" (exact sizes; emulated on CPU), "hierarchical" (the same, and a token crosses to each
+    node once: set `parallel.node`), "nvlink" (as ragged, written by GPUs into each other's memory:
+    the whole mesh in one NVLink domain, no pipeline), "reference" (one-hot oracle)."""
     budget: float = 0.0
-    """Rows that a device has room to receive, as a multiple of a balanced load ("all_to_all" and
-    "ragged"). A step that needs more changes nothing and is run again with room for the worst case;
-    0: always room for the worst case."""
+    """Rows that a device has room to receive, as a multiple of a balanced load ("all_to_all",
+    "ragged", "hierarchical" and "nvlink"). A step that needs more changes nothing and is run again
+    with room for the worst case; 0: always room for the worst case."""
     pieces: int = 1
     """Equal pieces of a microbatch's tokens (or the next number that divides them) that go to the
     experts one after the other, each with a buffer of its own: less memory, smaller products. 0: so
@@ -196,7 +198,12 @@ class MoE(nnx.Module):
         wanted = aux["load_E"].sum() + kept.num_filled.astype(jnp.float32)
         aux |= {"dropped": wanted - arrived, "overflow": overflow}
         aux["experts"] = routing.experts_tK
-        return (y_tD + self._shared(x_tD) if cfg.shared_ffn_dim else y_tD), aux
+        if cfg.shared_ffn_dim:
+            # It depends on x alone, so XLA may run it while rows travel; but it would put the sum
+            # into the last product, which then waits for them. The barrier keeps the two apart.
+            y_tD, shared_tD = jax.lax.optimization_barrier((y_tD, self._shared(x_tD)))
+            y_tD = y_tD + shared_tD
+        return y_tD, aux
 
     def _pieces(self, num_tokens: int, num_choices: int) -> int:
         """Returns into how many pieces the tokens are cut; see `MoEConfig.pieces`."""

@@ -15,7 +15,8 @@ padding to the module: of documents of n tokens, module d sees n - d - 1 and is 
     module 0 is given a2 a3  .  . | b2 b3 b4 b5  .  .  .  .
     and asked for     a3  .  .  . | b3 b4 b5  .  .  .  .  .
 
-Tokens are moved before they are embedded, on whole rows: what is split over tp never is moved.
+Tokens are moved before they are embedded, on whole rows: what is split over tp or cp never is
+moved.
 """
 
 import jax
@@ -66,7 +67,7 @@ class MTP(nnx.Module):
 
 def ahead(batch: dict[str, Shaped[Array, "... L"]], by: int) -> dict[str, Int[Array, "... L"]]:
     """Returns the batch with tokens and targets from `by` places further on in the same document;
-    where there is no such place, padding, without a target. Positions stay."""
+    where there is no such place, padding, without a target. Positions (and the order) stay."""
     ids: Int[Array, "... L"] = batch["segment_ids"]
     length, number = ids.shape[-1], number_documents(ids.reshape(-1, ids.shape[-1]))
     by, number = min(by, length), jnp.where(ids != 0, number.reshape(ids.shape), -1)
@@ -76,8 +77,8 @@ def ahead(batch: dict[str, Shaped[Array, "... L"]], by: int) -> dict[str, Int[Ar
         return jnp.pad(a[..., by:], widths, constant_values=fill)
 
     inside = (move(number, -1) == number) & (ids != 0)
-    return {
-        "positions": batch["positions"],
+    kept = {name: batch[name] for name in ("positions", "order") if name in batch}
+    return kept | {
         "tokens": jnp.where(inside, move(batch["tokens"], 0), 0),
         "targets": jnp.where(inside, move(batch["targets"], -1), -1),
         "segment_ids": jnp.where(inside, ids, 0),

@@ -2,12 +2,12 @@
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from moejax.core import collectives
 from moejax.core.mesh import Fold
+from moejax.model.context import Spread, my_tokens, take
 from moejax.model.rope import Table
 
 
@@ -40,10 +40,13 @@ class Draw(NamedTuple):
     sums: dict | None = None
     """Of each stack, and further module, the gradients of the microbatches before. Where given,
     their "gradient" is the sum with this one's, and their weights have none (see `stack`)."""
+    spread: Spread | None = None
+    """Where the tokens of rows are; None: rows are whole here."""
 
 
 class Stream(NamedTuple):
-    """One microbatch as a layer sees it on this device. b rows, L tokens each; t = b*L/tp."""
+    """One microbatch as a layer sees it on this device. b rows, L tokens of each (where cp splits
+    rows: its part of them); t = b*L/tp."""
 
     segment_ids_bL: Int[Array, "b L"]
     rope: Table
@@ -68,6 +71,13 @@ class Stream(NamedTuple):
     remembered_ids_bS: Int[Array, "b S"] | None = None
     """Document ids of the tokens before these that layers remember; None: they remember none, and
     will not remember these."""
+    spread: Spread | None = None
+    """See `Draw`."""
+
+    @property
+    def row_ids_bL(self) -> Int[Array, "b L"]:
+        """Document ids of whole rows."""
+        return self.segment_ids_bL if self.spread is None else self.spread.ids_bL
 
 
 class Totals(NamedTuple):
@@ -92,29 +102,16 @@ def number_documents(segment_ids_bL: Int[Array, "b L"]) -> Int[Array, "b L"]:
 
 
 def count_batch(segment_ids: Int[Array, "..."], targets: Int[Array, "..."], fold: Fold) -> Totals:
-    """Returns the Totals, float32, of batch arrays [..., L]."""
+    """Returns the Totals, float32, of batch arrays [..., L] of whole rows."""
     ids_bL = segment_ids.reshape(-1, segment_ids.shape[-1])
     local = (targets >= 0, segment_ids != 0, starts_bL(ids_bL))
     sums = [jnp.sum(mask, dtype=jnp.float32) for mask in local]
-    return Totals(*collectives.psum(sums, fold.batch))
+    return Totals(*collectives.psum(sums, fold["dp"]))
 
 
 def one_microbatch(totals: Totals) -> Counts:
     """Returns the Counts of a step that has one microbatch."""
     return Counts(*totals, totals.tokens)
-
-
-def my_tokens(x_T: Array, fold: Fold) -> Array:
-    """Returns this device's slice, along tp, of an array whose dim 0 is this row group's tokens."""
-    degree = fold.degree("tp")
-    size = x_T.shape[0] // degree
-    if size * degree != x_T.shape[0]:
-        raise ValueError(
-            f"{x_T.shape[0]} tokens a microbatch and data-parallel rank do not divide over "
-            f"tp={degree}: change the sequence length, the batch size or tp"
-        )
-    start = collectives.axis_index(fold["tp"]) * size
-    return x_T if degree == 1 else jax.lax.dynamic_slice_in_dim(x_T, start, size)
 
 
 def make_stream(
@@ -125,20 +122,27 @@ def make_stream(
     tokens_bL: Int[Array, "b L"] | None = None,
     draw: Draw = Draw(),  # noqa: B008 - immutable
 ) -> Stream:
-    """Returns the Stream of a microbatch. Documents are numbered within this device's rows.
+    """Returns the Stream of a microbatch. Documents are numbered within this device's rows, all of
+    whose tokens the numbers are below.
 
     `tokens_bL` (default: all 0) matter to hash routing alone.
     """
-    b, length = segment_ids_bL.shape
+    spread = draw.spread
+    if spread is None:
+        (b, length), document_bL = segment_ids_bL.shape, number_documents(segment_ids_bL)
+        place_bL = jnp.arange(length, dtype=jnp.int32)[None]
+    else:
+        (b, length), place_bL = spread.ids_bL.shape, spread.place_bl
+        document_bL = take(number_documents(spread.ids_bL), place_bL)
     row_b1 = jnp.arange(b, dtype=jnp.int32)[:, None]
     first = (draw.micro * fold.degree("dp") + collectives.axis_index(fold["dp"])) * b
-    number_bL = (first + row_b1) * length + jnp.arange(length, dtype=jnp.int32)[None]
+    number_bL = (first + row_b1) * length + place_bL
     ids_bL = jnp.zeros_like(segment_ids_bL) if tokens_bL is None else tokens_bL
-    document_bL = number_documents(segment_ids_bL)
     valid_t = my_tokens((segment_ids_bL != 0).reshape(-1), fold)
     document_t, number_t, ids_t = (
         my_tokens(a.reshape(-1), fold) for a in (document_bL, number_bL, ids_bL)
     )
     return Stream(
-        segment_ids_bL, rope, valid_t, document_t, counts, number_t, ids_t, draw.key
-    )
+        segment_ids_bL, rope, valid_t, document_t, counts, number_t, ids_t, draw.key,
+        spread=spread,
+    )  # fmt: skip

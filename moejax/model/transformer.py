@@ -20,6 +20,7 @@ from moejax.model.attention import Cache
 from moejax.model.attention.memory import last
 from moejax.model.block import Inputs, Unit
 from moejax.model.config import ModelConfig
+from moejax.model.context import my_tokens
 from moejax.model.mtp import MTP
 from moejax.model.norm import RMSNorm
 from moejax.model.rope import rope_table
@@ -27,9 +28,9 @@ from moejax.model.stack import scan_layers
 from moejax.model.stream import (
     Counts,
     Draw,
+    Stream,
     count_batch,
     make_stream,
-    my_tokens,
     one_microbatch,
 )
 
@@ -51,6 +52,11 @@ class Transformer(nnx.Module):
     `embedding` [V', D] and `head` [D, V'] have the padded vocabulary V' (`cfg.padded_vocab`): rows
     of the V tokens, drawn as if there were no padding, then zeros, which nothing reads and no
     gradient reaches.
+
+    With pipeline stages (pp), a device's weights of a stack are those of its own stages' layers:
+    `places` has, for each stack, which unit is in each slot of all ranks, -1 for a slot that one
+    with fewer layers leaves empty. `moejax.parallel` then calls `embed`, the stacks' units
+    (`unit`) and `final_norm` where their time comes.
     """
 
     def __init__(
@@ -60,19 +66,21 @@ class Transformer(nnx.Module):
         fold: Fold = Fold(),  # noqa: B008 - frozen
         precision: PrecisionConfig = PrecisionConfig(),  # noqa: B008 - frozen
         zero: int = 0,
+        places: tuple[tuple[int, ...], ...] = (),
         rngs: nnx.Rngs,
     ):
         self.cfg, self.fold, self.precision, self.zero = cfg, fold, precision, zero
-        tp = fold.degree("tp")
-        if cfg.padded_vocab % tp:
+        ranks = fold.degree("vocab")
+        if cfg.padded_vocab % ranks:
             raise ValueError(
                 f"model.vocab_size={cfg.vocab_size}, stored with {cfg.padded_vocab} rows, does not "
-                f"divide over tp={tp}: set model.vocab_multiple={tp}, or a multiple of it"
+                f"divide over pp * tp = {ranks}: set model.vocab_multiple={ranks}, or a multiple"
             )
         self.embedding = self._vocab_weight(("vocab", "embed"), rngs)
         for i, (kinds, count) in enumerate(cfg.stacks()):
             make = lambda rngs, kinds=kinds: Unit(cfg, kinds, fold, precision, rngs)  # noqa: E731
-            setattr(self, f"stack_{i}", params.stack(make, count, rngs))
+            placed = places[i] if places else ()
+            setattr(self, f"stack_{i}", params.stack(make, count, rngs, placed))
         self.final_norm = RMSNorm(cfg.dim, cfg.norm_eps, precision)
         if not cfg.tied:
             self.head = self._vocab_weight(("embed", "vocab"), rngs)
@@ -92,7 +100,8 @@ class Transformer(nnx.Module):
 
     @jax.named_scope("embed")
     def embed(self, tokens_bL: Int[Array, "b L"]) -> Float[Array, "t D"]:
-        """Returns the embeddings of this device's tokens; each tp rank looks up its vocabulary.
+        """Returns the embeddings of this device's tokens; each rank of pp and tp looks up its
+        vocabulary.
 
         Where the table rests in columns (ZeRO-3) and has more rows than there are tokens, tokens
         travel to the columns instead: every rank looks up all ranks' tokens in its own. Rows are
@@ -103,14 +112,14 @@ class Transformer(nnx.Module):
         gathered = self.zero == 3 and not scattered
         w_vD = self._weight(self.embedding) if gathered else jnp.asarray(self.embedding[...])
         id_T = collectives.all_gather(id_T, dp) if scattered else id_T
-        id_T = id_T - collectives.axis_index(tp) * w_vD.shape[0]
+        id_T = id_T - collectives.axis_index(self.fold["vocab"]) * w_vD.shape[0]
         mine_T = (id_T >= 0) & (id_T < w_vD.shape[0])
         x_TD = jnp.where(mine_T[:, None], w_vD[jnp.where(mine_T, id_T, 0)], 0)
         x_TD = x_TD.astype(self.precision.dtype("compute"))
         if scattered:
             x_nTd = collectives.all_to_all(x_TD, dp).reshape(-1, tokens_bL.size, x_TD.shape[1])
             x_TD = jnp.moveaxis(x_nTd, 0, 1).reshape(tokens_bL.size, -1)
-        return collectives.psum_scatter(x_TD, tp)
+        return collectives.psum(collectives.psum_scatter(x_TD, tp), self.fold["pp"])
 
     def scanned(self) -> tuple[str, ...]:
         """Returns the names of the stacks and the further modules: what `Draw.sums` is of."""
@@ -127,8 +136,8 @@ class Transformer(nnx.Module):
         cfg = self.cfg
         if cfg.padded_vocab == cfg.vocab_size:
             return None
-        columns = cfg.padded_vocab // self.fold.degree("tp")
-        first = collectives.axis_index(self.fold["tp"]) * columns
+        columns = cfg.padded_vocab // self.fold.degree("vocab")
+        first = collectives.axis_index(self.fold["vocab"]) * columns
         return jnp.clip(cfg.vocab_size - first, 0, columns)
 
     def hidden(
@@ -189,8 +198,15 @@ class Transformer(nnx.Module):
         x_tD, auxes, _ = self._scan(*pieces, h_tD, inputs, stream, sums)
         return x_tD, jax.tree.map(lambda a: a[0], auxes)
 
-    def _prepare(self, tokens_bL, segment_ids_bL, positions_bL, counts, draw):
-        """Returns (embeddings, stream, the experts given to all MoE layers or None)."""
+    def stream(
+        self,
+        tokens_bL: Int[Array, "b L"],
+        segment_ids_bL: Int[Array, "b L"],
+        positions_bL: Int[Array, "b L"],
+        counts: Counts,
+        draw: Draw,
+    ) -> tuple[Stream, Int[Array, "N t K"] | None]:
+        """Returns (what every layer reads, the experts given to all MoE layers or None)."""
         cfg, dtype = self.cfg, at_least_float32(self.precision.dtype("accum"))  # angles to 1e6
         rope = rope_table(positions_bL, cfg.attention.rope_dim, cfg.attention.rope, dtype)
         stream = make_stream(segment_ids_bL, rope, counts, self.fold, tokens_bL, draw)
@@ -198,7 +214,12 @@ class Transformer(nnx.Module):
         if draw.routing_bLNK is not None:
             given_TNK = draw.routing_bLNK.reshape(-1, *draw.routing_bLNK.shape[2:])
             given_NtK = my_tokens(given_TNK, self.fold).swapaxes(0, 1)
-        return collectives.vary(self.embed(tokens_bL), self.fold.all), stream, given_NtK
+        return stream, given_NtK
+
+    def _prepare(self, tokens_bL, *rest):
+        """Returns (embeddings, stream, the experts given to all MoE layers or None)."""
+        x_tD = collectives.vary(self.embed(tokens_bL), self.fold.all)
+        return x_tD, *self.stream(tokens_bL, *rest)
 
     def _through(self, tokens_bL, segment_ids_bL, positions_bL, counts, draw, cache=None):
         """Returns (normed hidden states, aux, what the layers hold, where there is a cache)."""
@@ -219,8 +240,15 @@ class Transformer(nnx.Module):
             first += count * kinds.upper().count("M")
         return self.final_norm(x_tD), auxes, holds
 
-    def _scan(self, definition, weights, buffers, dims, x_tD, inputs: Inputs, stream, sums):
-        """Returns (x_tD through stacked units, their aux, what they hold)."""
+    def unit(self, name: str):
+        """Returns (layer, weights_of) of a stack's units: see `stack.scan_layers`. `weights_of`
+        takes one unit's (weights, (probe_M, next_tD)); its layer's buffers are (buffers, Inputs).
+        """
+        unit = getattr(self, name)
+        dims = jax.tree.map(lambda d: d[1:], params.dims_of(unit)[0], is_leaf=is_dims)
+        return self._functions(params.partition(unit)[0], dims)
+
+    def _functions(self, definition, dims):
         zero = self.zero if self.zero == 3 else 0
 
         def weights_of(stored):
@@ -231,6 +259,11 @@ class Transformer(nnx.Module):
             inputs = kept[1]._replace(probe_M=probe_M, next_tD=next_tD)
             return mine(x, stream, inputs, choices)
 
+        return layer, weights_of
+
+    def _scan(self, definition, weights, buffers, dims, x_tD, inputs: Inputs, stream, sums):
+        """Returns (x_tD through stacked units, their aux, what they hold)."""
+        layer, weights_of = self._functions(definition, dims)
         # What gets a gradient, beside x, is a parameter to the scan.
         stored = (weights, (inputs.probe_M, inputs.next_tD))
         kept = (buffers, inputs._replace(probe_M=None, next_tD=None))

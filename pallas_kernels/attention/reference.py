@@ -6,18 +6,20 @@ import jax.numpy as jnp
 NOTHING = -1e30  # the score of a key that is not seen
 
 
-def visible(row_L, key_S, segment_ids, window: int | None, offset: int):
-    """Returns [B or 1, L, S]: whether query row sees key. Rows and keys are given by position."""
-    ahead_LS = row_L[:, None] + offset - key_S[None]
-    seen_1LS = ((ahead_LS >= 0) if window is None else (ahead_LS >= 0) & (ahead_LS < window))[None]
+def visible(row_BL, key_BS, segment_ids, window: int | None, offset: int):
+    """Returns [B or 1, L, S]: whether query row sees key. Rows and keys are given by position, [L]
+    and [S] where it is the same in the whole batch."""
+    row_BL, key_BS = (a[None] if a.ndim == 1 else a for a in (row_BL, key_BS))
+    ahead_BLS = row_BL[:, :, None] + offset - key_BS[:, None]
+    seen_BLS = (ahead_BLS >= 0) if window is None else (ahead_BLS >= 0) & (ahead_BLS < window)
     if segment_ids is None:
-        return seen_1LS
+        return seen_BLS
     ids_BL, ids_BS = segment_ids
     same_BLS = (ids_BL[:, :, None] == ids_BS[:, None]) & (ids_BL != 0)[:, :, None]
-    return seen_1LS & same_BLS
+    return seen_BLS & same_BLS
 
 
-def attention(q_BLNH, k_BSGH, v_BSGV, segment_ids, window, sinks, scale):
+def attention(q_BLNH, k_BSGH, v_BSGV, segment_ids, window, sinks, scale, positions=None):
     """See the package."""
     (B, L, N, H), (S, G) = q_BLNH.shape, k_BSGH.shape[1:3]
     wide = jnp.float64 if q_BLNH.dtype == jnp.float64 else jnp.float32
@@ -25,7 +27,10 @@ def attention(q_BLNH, k_BSGH, v_BSGV, segment_ids, window, sinks, scale):
     k, v = k_BSGH.astype(wide), v_BSGV.astype(wide)
     scores = jnp.einsum("BLGRH,BSGH->BGRLS", q, k, precision="highest") * scale
     rows, keys = jnp.arange(L, dtype=jnp.int32), jnp.arange(S, dtype=jnp.int32)
-    seen = visible(rows, keys, segment_ids, window, S - L)[:, None, None]
+    offset = S - L
+    if positions is not None:
+        (rows, keys), offset = positions, 0
+    seen = visible(rows, keys, segment_ids, window, offset)[:, None, None]
     scores = jnp.where(seen, scores, NOTHING)
     peak = scores.max(axis=-1, keepdims=True)
     sink = None if sinks is None else sinks.astype(wide).reshape(1, G, N // G, 1, 1)

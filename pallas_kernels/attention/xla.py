@@ -7,7 +7,8 @@ that recomputes the scores from the log-sum-exp (Dao et al., 2022): memory linea
     backward  p = exp(s - lse); ds = p * (dp - sum(do * out) + dlse); dq, dk, dv from ds and p
 
 A row of few query blocks is unrolled, each block with one static range of keys; a longer one loops
-over query blocks and, inside, over key blocks. Products are batched over [c*G, R*rows, width] (c
+over query blocks and, inside, over key blocks. Where queries and keys have positions, the range is
+looked up in these (when unrolled: all keys). Products are batched over [c*G, R*rows, width] (c
 rows of the batch, R query heads to a key head) in the forms that XLA:CPU runs fast in bfloat16: no
 product sums over rows, so dk and dv are kept transposed and q and do are turned instead. The
 barriers keep XLA from fusing across a product, which recomputes the mask for every head, or turns
@@ -17,7 +18,7 @@ FLOPs: 4*B*N*L*S*H forward, half of it skipped when causal; backward 2.5 times t
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -67,6 +68,15 @@ def _plan(B: int, L: int, S: int, N: int, window: int | None, scale: float) -> _
     return _Plan(batch(SCORES_CPU), batch(SCORES), rows, keys, looped, S - L, window, scale)
 
 
+class _Marks(NamedTuple):
+    """What decides who sees whom, each a pair (of queries, of keys) [c, .], or None."""
+
+    ids: Any
+    """Document ids."""
+    positions: Any
+    """Places in the row, rising along it; None: the index is the place."""
+
+
 def _wide(dtype):
     return jnp.float64 if dtype == jnp.float64 else jnp.float32
 
@@ -100,13 +110,19 @@ def _heads_last(x, c: int, length: int):
     return x.reshape(c, G, R, length, W).transpose(0, 3, 1, 2, 4).reshape(c, length, G * R, W)
 
 
-def _bias(ids, row0, key0, size: int, plan: _Plan, wide):
+def _bias(marks: _Marks, row0, key0, size: int, plan: _Plan, wide):
     """[c or 1, 1, rows, size]: 0 where the query sees the key, else NOTHING."""
-    rows = row0 + jnp.arange(plan.rows, dtype=jnp.int32)
-    keys = key0 + jnp.arange(size, dtype=jnp.int32)
-    if ids is not None:
-        ids = _cut(ids[0], row0, plan.rows), _cut(ids[1], key0, size)
-    seen = visible(rows, keys, ids, plan.window, plan.offset)
+
+    def cut(pair):
+        return _cut(pair[0], row0, plan.rows), _cut(pair[1], key0, size)
+
+    ids = None if marks.ids is None else cut(marks.ids)
+    if marks.positions is None:
+        rows = row0 + jnp.arange(plan.rows, dtype=jnp.int32)
+        keys = key0 + jnp.arange(size, dtype=jnp.int32)
+        seen = visible(rows, keys, ids, plan.window, plan.offset)
+    else:
+        seen = visible(*cut(marks.positions), ids, plan.window, 0)
     return lax.optimization_barrier(jnp.where(seen, 0, NOTHING).astype(wide))[:, None]
 
 
@@ -115,17 +131,30 @@ def _scores(q, k, bias, c: int, plan: _Plan):
     return _dot(q, k, (2, 2)).reshape(c, -1, *bias.shape[2:]) * plan.scale + bias
 
 
-def _over_keys(i, S: int, plan: _Plan, step, carry):
+def _range_of(i, positions, plan: _Plan):
+    """The keys, as (first, end), of which query block i sees any in some row of the batch."""
+    rows_cl, keys_cS = _cut(positions[0], i * plan.rows, plan.rows), positions[1]
+    end = (keys_cS <= rows_cl.max(axis=1, keepdims=True)).sum(axis=1, dtype=jnp.int32).max()
+    if plan.window is None:
+        return jnp.int32(0), end
+    before_c = (keys_cS <= rows_cl[:, :1] - plan.window).sum(axis=1, dtype=jnp.int32)
+    return before_c.min(), end
+
+
+def _over_keys(i, S: int, positions, plan: _Plan, step, carry):
     """Folds carry = step(carry, first key, size) over the keys that query block i sees any of.
 
     Unrolled, i is an int, there is one step, and it gets None for the carry.
     """
-    first_key = 0 if plan.window is None else i * plan.rows + plan.offset - plan.window + 1
-    end_key = (i + 1) * plan.rows + plan.offset
+    if positions is not None:
+        first_key, end_key = _range_of(i, positions, plan) if plan.looped else (0, S)
+    else:
+        first_key = 0 if plan.window is None else i * plan.rows + plan.offset - plan.window + 1
+        end_key = (i + 1) * plan.rows + plan.offset
     if not plan.looped:
         first_key = max(first_key, 0)
         return step(None, first_key, min(end_key, S) - first_key)
-    first = jnp.maximum(jnp.int32(first_key), 0) // plan.keys
+    first = jnp.maximum(jnp.asarray(first_key, jnp.int32), 0) // plan.keys
     end = jnp.minimum((end_key - 1) // plan.keys + 1, S // plan.keys)
     return lax.fori_loop(first, end, lambda j, c: step(c, j * plan.keys, plan.keys), carry)
 
@@ -137,14 +166,14 @@ def _join(a, b):
     return peak, a[1] * of_a + b[1] * of_b, a[2] * of_a + b[2] * of_b
 
 
-def _forward_chunk(q, k, v, ids, sinks, plan: _Plan):
+def _forward_chunk(q, k, v, marks: _Marks, sinks, plan: _Plan):
     """Returns (out [c, L, N, V], lse [c, L, N])."""
     (c, L, N, _), (S, G) = q.shape, k.shape[1:3]
     wide = _wide(q.dtype)
     k, v = _heads_first(k, G), _heads_first(v, G)
 
     def part(q_i, row0, key0, size):
-        bias = _bias(ids, row0, key0, size, plan, wide)
+        bias = _bias(marks, row0, key0, size, plan, wide)
         s = _scores(q_i, _cut(k, key0, size), bias, c, plan)
         peak = jnp.maximum(s.max(axis=-1, keepdims=True), FLOOR)
         p = jnp.exp(s - peak)
@@ -163,7 +192,7 @@ def _forward_chunk(q, k, v, ids, sinks, plan: _Plan):
             new = part(q_i, row0, key0, size)
             return new if so_far is None else _join(so_far, new)
 
-        peak, total, out = _over_keys(i, S, plan, step, start)
+        peak, total, out = _over_keys(i, S, marks.positions, plan, step, start)
         if sinks is not None:
             sink = jnp.broadcast_to(sinks.astype(wide)[None, None, :, None], (c, plan.rows, N, 1))
             sink = _heads_first(sink, G)
@@ -192,7 +221,7 @@ def _over_queries(f, carry, L: int, plan: _Plan):
     return carry, jax.tree.map(lambda *part: jnp.concatenate(part, axis=1), *parts)
 
 
-def _backward_chunk(q, k, v, ids, lse, do, correction, plan: _Plan):
+def _backward_chunk(q, k, v, marks: _Marks, lse, do, correction, plan: _Plan):
     """Returns (dq, dk, dv). `correction` is sum(do * out) - dlse, [c, L, N]."""
     (c, L, N, _), (S, G) = q.shape, k.shape[1:3]
     wide, narrow = _wide(q.dtype), k.dtype
@@ -216,7 +245,7 @@ def _backward_chunk(q, k, v, ids, lse, do, correction, plan: _Plan):
                 )
 
             k_j, v_j = _cut(k, key0, size), _cut(v, key0, size)
-            bias = _bias(ids, row0, key0, size, plan, wide)
+            bias = _bias(marks, row0, key0, size, plan, wide)
             p = jnp.exp(_scores(q_i, k_j, bias, c, plan) - lse_i)
             dp = _dot(do_i, v_j, (2, 2)).reshape(p.shape)
             ds = p * ((dp - correction_i) * plan.scale)
@@ -225,7 +254,7 @@ def _backward_chunk(q, k, v, ids, lse, do, correction, plan: _Plan):
             dq = dq_j if dq is None else dq + dq_j
             return dq, add(dk, _dot(q_turned, ds, (2, 1))), add(dv, _dot(do_turned, p, (2, 1)))
 
-        dq, dk, dv = _over_keys(i, S, plan, step, (q_i.astype(wide) * 0, *carry))
+        dq, dk, dv = _over_keys(i, S, marks.positions, plan, step, (q_i.astype(wide) * 0, *carry))
         return (dk, dv), _heads_last(dq.astype(narrow), c, plan.rows)
 
     zero = k[:, :1, :1].astype(wide) * 0  # a carry starts as varying as it ends
@@ -252,31 +281,31 @@ def _over_batch(f, arguments, plan: _Plan):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _attend(q, k, v, segment_ids, sinks, plan):
-    return _attend_forward(q, k, v, segment_ids, sinks, plan)[0]
+def _attend(q, k, v, marks, sinks, plan):
+    return _attend_forward(q, k, v, marks, sinks, plan)[0]
 
 
-def _attend_forward(q, k, v, segment_ids, sinks, plan):
+def _attend_forward(q, k, v, marks, sinks, plan):
     def chunk(arrays):
-        q, k, v, ids = arrays
-        return _forward_chunk(q, k, v, ids, sinks, plan)
+        q, k, v, marks = arrays
+        return _forward_chunk(q, k, v, marks, sinks, plan)
 
-    out, lse = _over_batch(chunk, (q, k, v, segment_ids), plan)
+    out, lse = _over_batch(chunk, (q, k, v, marks), plan)
     out, lse = map(checkpoint_name, (out, lse), SAVED)
-    return (out, lse), (q, k, v, segment_ids, sinks, out, lse)
+    return (out, lse), (q, k, v, marks, sinks, out, lse)
 
 
 def _attend_backward(plan, saved, cotangents):
-    q, k, v, segment_ids, sinks, out, lse = saved
+    q, k, v, marks, sinks, out, lse = saved
     do, dlse = cotangents
     wide = _wide(q.dtype)
     correction = (do.astype(wide) * out.astype(wide)).sum(axis=-1) - dlse
 
     def chunk(arrays):
-        q, k, v, ids, lse, do, correction = arrays
-        return _backward_chunk(q, k, v, ids, lse, do, correction, plan)
+        q, k, v, marks, lse, do, correction = arrays
+        return _backward_chunk(q, k, v, marks, lse, do, correction, plan)
 
-    arrays = (q, k, v, segment_ids, jnp.maximum(lse, FLOOR), do, correction)
+    arrays = (q, k, v, marks, jnp.maximum(lse, FLOOR), do, correction)
     dq, dk, dv = _over_batch(chunk, arrays, plan)
     dsinks = None
     if sinks is not None:
@@ -288,22 +317,39 @@ def _attend_backward(plan, saved, cotangents):
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-def _pad(x, size: int):
-    """Dim 1 padded with zeros to a multiple of `size`."""
+def _pad(x, size: int, value=0):
+    """Dim 1 padded to a multiple of `size`."""
     missing = -x.shape[1] % size
-    return jnp.pad(x, ((0, 0), (0, missing), *((0, 0),) * (x.ndim - 2))) if missing else x
+    widths = ((0, 0), (0, missing), *((0, 0),) * (x.ndim - 2))
+    return jnp.pad(x, widths, constant_values=value) if missing else x
 
 
-def attention(q_BLNH, k_BSGH, v_BSGV, segment_ids, window, sinks, scale):
-    """See the package.
-
-    The padding needs no mask: a true query never sees a key from S on, and a padded query has no
-    cotangent.
-    """
-    (B, L, N, _), S = q_BLNH.shape, k_BSGH.shape[1]
-    plan = _plan(B, L, S, N, window, scale)
+def _padded(segment_ids, positions, plan: _Plan) -> _Marks:
+    """The marks of padded rows. Padding needs no mask of its own: a true query never sees a key
+    from S on, whose positions are beyond all others; a padded query has no cotangent."""
     if segment_ids is not None:
         segment_ids = _pad(segment_ids[0], plan.rows), _pad(segment_ids[1], plan.keys)
+    if positions is not None:
+        positions = _pad(positions[0], plan.rows, -1), _pad(positions[1], plan.keys, 2**30)
+    return _Marks(segment_ids, positions)
+
+
+def attention(q_BLNH, k_BSGH, v_BSGV, segment_ids, window, sinks, scale, positions=None):
+    """See the package."""
+    (B, L, N, _), S = q_BLNH.shape, k_BSGH.shape[1]
+    plan = _plan(B, L, S, N, window, scale)
+    marks = _padded(segment_ids, positions, plan)
     q, k, v = _pad(q_BLNH, plan.rows), _pad(k_BSGH, plan.keys), _pad(v_BSGV, plan.keys)
-    out, lse = _attend(q, k, v, segment_ids, sinks, plan)
+    out, lse = _attend(q, k, v, marks, sinks, plan)
     return out[:, :L], lse[:, :L]
+
+
+def gradients(arrays, results, cotangents, segment_ids, window, scale, positions):
+    """See `attention_gradients` of the package."""
+    (B, L, N, _), S = arrays[0].shape, arrays[1].shape[1]
+    plan = _plan(B, L, S, N, window, scale)
+    q, out, lse, *cotangents = (_pad(a, plan.rows) for a in (arrays[0], *results, *cotangents))
+    k, v = (_pad(a, plan.keys) for a in arrays[1:])
+    saved = (q, k, v, _padded(segment_ids, positions, plan), None, out, lse)
+    dq, dk, dv, *_ = _attend_backward(plan, saved, cotangents)
+    return dq[:, :L], dk[:, :S], dv[:, :S]

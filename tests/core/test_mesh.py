@@ -1,5 +1,6 @@
 """The fold: two readings of one grid, their common refinement, errors that show the way out."""
 
+import dataclasses
 from math import prod
 
 import jax
@@ -91,6 +92,36 @@ def test_each_mesh_axis_lies_in_one_axis_of_each_reading(pp, dp, cp, tp, edp, ep
         assert [grid.degree(role) for role in reading] == list(reading.values())
         grouped = ids.reshape([grid.degree(role) for role in reading])
         assert (grouped == np.arange(world).reshape(list(reading.values()))).all()
+
+
+def test_ep_is_cut_where_it_leaves_a_node():
+    """ep=8 x etp=2 on nodes of 8: two nodes, in the order of the devices; the others see one ep."""
+    whole = ParallelConfig(dp=4, tp=4, ep=8, etp=2)
+    cut = fold(*dataclasses.replace(whole, node=8).readings(16))
+    assert cut["ep_out"] == ("dp_ep_out",) and cut["ep_in"] == ("dp_ep_in", "tp_ep_in")
+    assert cut["ep"] == cut["ep_out"] + cut["ep_in"] and cut.degree("ep") == 8
+    assert cut["dp"] == ("dp_ep_out", "dp_ep_in") and cut["etp"] == ("tp_etp",)
+    ids = np.arange(16).reshape([size for _, size in cut.axes])
+    at = cut.all.index("dp_ep_out")
+    assert [set(part.flat) for part in np.split(ids, 2, axis=at)] == [
+        set(range(8)), set(range(8, 16)),
+    ]  # fmt: skip
+    assert "   = 8" in fold_table(cut)
+
+
+@pytest.mark.parametrize("node", [0, 16, 32])
+def test_ep_that_stays_in_a_node_is_not_cut(node):
+    whole = ParallelConfig(dp=4, tp=4, ep=8, etp=2)
+    grid = fold(*dataclasses.replace(whole, node=node).readings(16))
+    assert grid == fold(attention(dp=4, tp=4), experts(ep=8, etp=2))
+    assert grid["ep_out"] == () and grid["ep_in"] == grid["ep"]
+
+
+def test_nodes_that_do_not_line_up_are_refused():
+    with pytest.raises(ValueError, match=r"parallel.node=6: groups of ep=8 x etp=2 .* multiple of"):
+        ParallelConfig(dp=16, ep=8, etp=2, node=6).readings(16)
+    with pytest.raises(ValueError, match="nearest experts that do: .edp=12"):
+        fold(*ParallelConfig(dp=4, tp=3, ep=12, node=4).readings(12))
 
 
 def test_the_mesh_keeps_the_order_of_the_devices():

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from moejax.core import collectives
-from moejax.core.mesh import fold, make_mesh
+from moejax.core.mesh import ParallelConfig, fold, make_mesh
 from moejax.model.dispatch import DISPATCHERS
 from pallas_kernels import grouped_gemm, swiglu
 from tests.oracle import max_relative_error
@@ -37,8 +37,9 @@ def expected(x, experts, weights, w_in, w_out):
 @cache
 def compiled(name: str, ep: int, etp: int):
     """Returns the jitted (x, experts, weights, w_in, w_out, cotangent) -> (y, slots, gradients)."""
-    readings = {"dp": DEVICES}, {"edp": DEVICES // ep // etp, "ep": ep, "etp": etp}
-    grid = fold(*readings)
+    # Nodes of half an expert group: for all dispatchers, whose ep then has two axes.
+    parallel = ParallelConfig(dp=DEVICES, ep=ep, etp=etp, node=ep * etp // 2)
+    grid = fold(*parallel.readings(DEVICES))
     dispatcher, everyone = DISPATCHERS[name], P(grid.all)
     sharded = (P(grid["ep"] or None, None, None, grid["etp"] or None),
                P(grid["ep"] or None, grid["etp"] or None))  # fmt: skip
@@ -130,6 +131,6 @@ def test_all_tokens_on_one_rank(name, where):
             assert bool((grad[expert] == 0).all()) == (expert not in busy), expert
 
 
-@pytest.mark.parametrize("name", ["all_to_all", "ragged"])
+@pytest.mark.parametrize("name", ["all_to_all", "ragged", "hierarchical", "nvlink"])
 def test_experts_replicated_over_edp(name):
     check(name, 4, 1, choice("spread"))

@@ -7,11 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from moejax.core import params
-from moejax.core.mesh import Fold
+from moejax.core.mesh import Fold, ParallelConfig, make_mesh
 from moejax.core.precision import PrecisionConfig
+from moejax.data.context import order_tokens
 from moejax.model import mtp
+from moejax.model.context import split_rows
 from moejax.model.flops import attention_flops, inactive_params, linear_flops_per_token
 from moejax.model.stream import count_batch, one_microbatch
 from moejax.model.transformer import Transformer
@@ -55,6 +58,28 @@ def test_d25_no_target_crosses_a_document():
     # Two documents of one id, and padding between them, are two.
     alike = mtp.ahead(batch_of([[1, 1, 0, 1, 1, 1]]), 2)
     np.testing.assert_array_equal(alike["segment_ids"], [[0, 0, 0, 1, 0, 0]])
+
+
+@pytest.mark.parametrize("by", [1, 2])
+def test_d25_nor_when_rows_are_split_over_cp(by):
+    """Two ranks' tokens, put together again, are what they are of whole rows: targets, inputs,
+    documents, counts."""
+    whole = batch_of(SEGMENTS)
+    order = order_tokens(SEGMENTS, 2)
+    moved = mtp.ahead(whole | {"order": jnp.asarray(order)}, by)
+    grid = ParallelConfig(cp=2, ep=2).fold()
+
+    def rank(batch):
+        mine = split_rows(batch, grid)
+        return {name: mine[name] for name in mtp.ahead(whole, by)}
+
+    ranks = jax.shard_map(
+        rank, mesh=make_mesh(grid), in_specs=P(), out_specs=P(None, grid["cp"])
+    )(moved)
+    for name, right in mtp.ahead(whole, by).items():
+        again = np.empty_like(right)
+        np.put_along_axis(again, order, np.asarray(ranks[name]), axis=1)
+        np.testing.assert_array_equal(again, right, err_msg=name)
 
 
 def test_packed_documents_are_as_good_as_rows_of_their_own():

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import attention
-from pallas_kernels.attention import cudnn, xla
+from pallas_kernels.attention import attention_gradients, cudnn, join, xla
 from pallas_kernels.pick import Target
 from tests.oracle import max_relative_error
 
@@ -79,6 +79,55 @@ def test_blocks_equal_the_definition(case, blocks, dtype, monkeypatch):
         for one, other in zip(got, want, strict=True):
             assert one.dtype == other.dtype
             assert max_relative_error(one, other) <= TOLERANCE[dtype]
+
+
+PLACES = [*range(8), *range(32, 40), *range(44, 48)], [*range(10, 20), *range(40, 60)]
+
+
+@pytest.mark.parametrize(("blocks", "window"), [("unrolled", 9), ("looped", None), ("looped", 9)])
+def test_parts_of_a_row_by_position(blocks, window, monkeypatch):
+    """Some queries, first over all keys, then over two parts of these, joined: results and
+    gradients of the definition, without positions, over the whole row. There are gaps."""
+    _set_blocks(monkeypatch, blocks)
+    with jax.enable_x64(True):
+        rng, (at, first) = np.random.default_rng(0), map(np.asarray, PLACES)
+        rest = np.setdiff1d(np.arange(60), first)
+        draw = lambda *shape: jnp.asarray(rng.normal(size=(2, 60, *shape)))  # noqa: E731
+        q, k, v, cotangents = draw(4, 8), draw(2, 8), draw(2, 6), (draw(4, 6), draw(4))
+        ids = jnp.asarray(np.sort(rng.integers(0, 4, (2, 60)), axis=1)[:, ::-1], jnp.int32)
+        seeing = np.asarray(ids[:, at] != 0)[..., None]  # the others have no log-sum-exp
+        mine = [jnp.where(seeing[..., None], cotangents[0][:, at], 0),
+                jnp.where(seeing, cotangents[1][:, at], 0)]  # fmt: skip
+
+        def whole(q, k, v):
+            made = attention(q, k, v, segment_ids=(ids, ids), window=window, impl="reference")
+            return [a[:, at] for a in made]
+
+        def part(keys, impl):
+            marks = dict(window=window, scale=8**-0.5, segment_ids=(ids[:, at], ids[:, keys]))
+            places = (jnp.asarray(np.tile(p, (2, 1)), jnp.int32) for p in (at, keys))
+            marks["positions"] = tuple(places)
+            arrays = (q[:, at], k[:, keys], v[:, keys])
+            run = jax.jit(partial(attention, **marks, impl=impl))
+            return run(*arrays), lambda results: jax.jit(partial(attention_gradients, **marks))(
+                arrays, results, mine
+            )
+
+        right, pull = jax.vjp(whole, q, k, v)
+        grads = pull(mine)
+        for impl in ("xla", "reference"):
+            for one, other in zip(part(np.arange(60), impl)[0], right, strict=True):
+                assert max_relative_error(one, other) <= 1e-10
+        (early, pull_early), (late, pull_late) = part(first, "xla"), part(rest, "xla")
+        results = join(early, late)
+        for one, other in zip(results, right, strict=True):
+            assert max_relative_error(one, other) <= 1e-10
+        found = [np.zeros(a.shape) for a in (q, k, v)]
+        for keys, pulled in ((first, pull_early(results)), (rest, pull_late(results))):
+            for sum_, where, more in zip(found, (at, keys, keys), pulled, strict=True):
+                sum_[:, where] += more
+        for one, other in zip(found, grads, strict=True):
+            assert max_relative_error(one, other) <= 1e-10
 
 
 def test_the_batch_is_worked_on_in_chunks(monkeypatch):
@@ -210,6 +259,9 @@ def test_refusals_say_why():
     q, k, v = _packed(0)
     with pytest.raises(ValueError, match="cudnn.*cannot serve.*NVIDIA GPUs"):
         attention(q, k, v, impl="cudnn")
+    places = (jnp.zeros((1, 8), jnp.int32),) * 2
+    with pytest.raises(ValueError, match="impl='hopper' cannot serve.*it takes no positions"):
+        attention(q, k, v, positions=places, impl="hopper")
     with pytest.raises(ValueError, match="unknown impl='flash'"):
         attention(q, k, v, impl="flash")
     with pytest.raises(ValueError, match="window=0 must be at least 1"):

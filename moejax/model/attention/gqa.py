@@ -15,21 +15,28 @@ from moejax.core import collectives, params
 from moejax.core.mesh import Fold
 from moejax.core.precision import PrecisionConfig
 from moejax.model.attention.config import AttentionConfig
+from moejax.model.attention.context import Asked, attend
 from moejax.model.attention.memory import Memory, recall
 from moejax.model.norm import RMSNorm, rms_norm_split
 from moejax.model.rope import apply_rope
 from moejax.model.stream import Stream
-from pallas_kernels import attention, linear
+from pallas_kernels import linear
 
 
-def check_heads(cfg: AttentionConfig, tp: int) -> None:
-    """Raises ValueError where heads do not divide over tp."""
+def check_heads(cfg: AttentionConfig, fold: Fold) -> None:
+    """Raises ValueError where heads do not divide over tp, or then over cp."""
+    tp, cp = fold.degree("tp"), fold.degree("cp")
     if cfg.num_heads % tp:
         raise ValueError(f"attention.num_heads={cfg.num_heads} does not divide over tp={tp}")
     heads = cfg.num_kv_heads
     if cfg.kind == "gqa" and heads % tp and (tp % heads or heads * cfg.head_dim % tp):
         raise ValueError(
             f"attention.num_kv_heads={heads} does not divide over tp={tp}, nor tp over them"
+        )
+    if fold.context == "ulysses" and cfg.num_heads // tp % cp:
+        raise ValueError(
+            f"attention.num_heads={cfg.num_heads} over tp={tp} do not divide over cp={cp}: set "
+            "parallel.cp_kind to 'ulysses_ring', 'ring' or 'all_gather', or change cp"
         )
 
 
@@ -49,7 +56,7 @@ class Attention(nnx.Module):
         precision: PrecisionConfig,
         rngs: nnx.Rngs,
     ):
-        check_heads(cfg, fold.degree("tp"))
+        check_heads(cfg, fold)
         self.cfg, self.fold, self.window, self.eps = cfg, fold, window, eps
         q_dim, kv_dim = cfg.num_heads * cfg.head_dim, cfg.num_kv_heads * cfg.head_dim
         self.w_q = params.normal(rngs, (dim, q_dim), ("embed", "heads"), std, precision)
@@ -82,16 +89,10 @@ class Attention(nnx.Module):
         q_blnH = apply_rope(q_blnH, stream.rope, cfg.rope.layout)
         k_blgH = apply_rope(k_blgH, stream.rope, cfg.rope.layout)
         (k_bSgH, v_bSgH), ids_bS, held = recall((k_blgH, v_blgH), held, stream, self.window)
-        out_blnH, _ = attention(
-            q_blnH,
-            k_bSgH,
-            v_bSgH,
-            segment_ids=(stream.segment_ids_bL, ids_bS),
-            window=self.window or None,
-            sinks=self.sinks[...] if cfg.sinks else None,
-            scale=cfg.scale,
-            impl=cfg.impl or None,
-        )
+        sinks = self.sinks[...] if cfg.sinks else None
+        asked = Asked(self.window or None, cfg.scale, cfg.impl or None)
+        arrays = (q_blnH, k_bSgH, v_bSgH)
+        out_blnH = attend(arrays, sinks, stream, ids_bS, asked, self.fold)
         out_Td = out_blnH.reshape(-1, self.w_o.shape[0])
         y_tD = collectives.psum_scatter(linear(out_Td, self.w_o[...]), self.fold["tp"])
         return (y_tD + self.b_o[...].astype(y_tD.dtype)[None] if cfg.out_bias else y_tD), held

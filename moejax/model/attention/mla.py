@@ -24,13 +24,14 @@ from moejax.core import collectives, params
 from moejax.core.mesh import Fold
 from moejax.core.precision import PrecisionConfig
 from moejax.model.attention.config import AttentionConfig
+from moejax.model.attention.context import Asked, attend, attend_whole, gather_rows, saving_results
 from moejax.model.attention.gqa import check_heads
 from moejax.model.attention.memory import Memory, recall
+from moejax.model.context import Spread
 from moejax.model.norm import RMSNorm
 from moejax.model.rope import apply_rope
 from moejax.model.stream import Stream
-from pallas_kernels import attention, linear
-from pallas_kernels.attention import SAVED
+from pallas_kernels import linear
 
 LATENT_EPS = 1e-6  # of the latents' norms, whatever the model's (DeepSeek's own code and files)
 
@@ -52,7 +53,7 @@ class LatentAttention(nnx.Module):
         rngs: nnx.Rngs,
     ):
         del eps  # that of other norms
-        check_heads(cfg, fold.degree("tp"))
+        check_heads(cfg, fold)
         self.cfg, self.fold, self.window = cfg, fold, window
         N, R, rank = cfg.num_heads, cfg.mla.kv_rank, cfg.mla.q_rank
         q_dim, kv_dim, v_dim = N * cfg.qk_dim, N * (cfg.head_dim + cfg.value_dim), N * cfg.value_dim
@@ -81,11 +82,10 @@ class LatentAttention(nnx.Module):
         w_kv, sinks = self.w_kv_up[...], self.sinks[...] if self.cfg.sinks else None
         known = held
         (c_bSR, rope_bSP), ids_bS, held = recall((c_blR, rope_blP), held, stream, self.window)
-        attend = self._attend_expanded if known is None else self._attend_absorbed
-        if self.cfg.mla.recompute_up:
-            policy = jax.checkpoint_policies.save_only_these_names(*SAVED)
-            attend = jax.checkpoint(attend, policy=policy)
-        out_blnV = attend(from_TC, c_bSR, rope_bSP, w_q, w_kv, sinks, stream, ids_bS)
+        how = self._attend_expanded if known is None else self._attend_absorbed
+        if self._gathered(stream) or self.cfg.mla.recompute_up:
+            how = saving_results(how)
+        out_blnV = how(from_TC, c_bSR, rope_bSP, w_q, w_kv, sinks, stream, ids_bS)
         out_Td = out_blnV.reshape(-1, self.w_o.shape[0])
         return collectives.psum_scatter(linear(out_Td, self.w_o[...]), self.fold["tp"]), held
 
@@ -111,26 +111,27 @@ class LatentAttention(nnx.Module):
         q_blnH, q_blnP = q[..., : cfg.head_dim], q[..., cfg.head_dim :]
         return q_blnH, apply_rope(q_blnP, stream.rope, cfg.rope.layout)
 
+    def _gathered(self, stream: Stream) -> Spread | None:
+        """How rows are spread of which latents are gathered over cp; None: of none."""
+        return stream.spread if self.fold.context == "all_gather" else None
+
     def _attend(self, q, k, v, sinks, stream: Stream, ids_bS):
-        return attention(
-            q,
-            k,
-            v,
-            segment_ids=(stream.segment_ids_bL, ids_bS),
-            window=self.window or None,
-            sinks=sinks,
-            scale=self.cfg.scale,
-            impl=self.cfg.impl or None,
-        )[0]
+        asked = Asked(self.window or None, self.cfg.scale, self.cfg.impl or None)
+        if spread := self._gathered(stream):
+            return attend_whole((q, k, v), sinks, spread, asked)
+        return attend((q, k, v), sinks, stream, ids_bS, asked, self.fold)
 
     def _attend_expanded(self, from_TC, c_blR, rope_blP, w_q, w_kv, sinks, stream, ids_bL):
         """Returns out_blnV: keys and values are made of the latents. For many queries a key."""
         cfg = self.cfg
         q_blnH, q_blnP = self._queries(from_TC, w_q, stream)
+        if spread := self._gathered(stream):
+            both = (c_blR, rope_blP)
+            c_blR, rope_blP = (gather_rows(x, spread, self.fold["cp"]) for x in both)
         kv = linear(c_blR.reshape(-1, c_blR.shape[-1]), w_kv)
         kv = kv.reshape(*c_blR.shape[:2], -1, cfg.head_dim + cfg.value_dim)
         k_blnH, v_blnV = kv[..., : cfg.head_dim], kv[..., cfg.head_dim :]
-        rope_blnP = jnp.broadcast_to(rope_blP[:, :, None], q_blnP.shape)
+        rope_blnP = jnp.broadcast_to(rope_blP[:, :, None], (*k_blnH.shape[:3], cfg.rope_dim))
         q = jnp.concatenate([q_blnH, q_blnP], axis=-1)
         k = jnp.concatenate([k_blnH, rope_blnP], axis=-1)
         return self._attend(q, k, v_blnV, sinks, stream, ids_bL)

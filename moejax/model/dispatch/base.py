@@ -73,6 +73,18 @@ def sort_rows(
     return permute(x_tD, tokens_s, slots_tK), row_weights(weights_tK, order), sizes_e, order
 
 
+def sort_within(
+    ids_tK: Int[Array, "t K"], num_ids: int, rows: int
+) -> tuple[Sorted, Int[Array, " e"], Int[Array, ""]]:
+    """Returns (order of `rows` rows sorted by id, sizes, by how many slots exceed the rows); where
+    any do, no slot has a row and all sizes are 0."""
+    tokens_s, slots_tK, sizes_e = sort_slots(ids_tK, num_ids)
+    excess = jnp.maximum(sizes_e.sum(dtype=jnp.int32) - rows, 0)
+    none = excess > 0
+    order = Sorted(jnp.where(none, -1, tokens_s[:rows]), jnp.where(none, -1, slots_tK))
+    return order, jnp.where(none, 0, sizes_e), excess
+
+
 def arrive(x_tD, ids_tK, weights_tK, num_local: int) -> tuple[Dispatched, Sorted]:
     """Returns what `dispatch` returns, but for the route, and the order of the sorted rows."""
     x_sD, weights_s, sizes_e, order = sort_rows(x_tD, ids_tK, weights_tK, num_local)
