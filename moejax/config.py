@@ -21,10 +21,11 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from moejax.convert import hf
-from moejax.core.mesh import Fold, ParallelConfig, fold
+from moejax.core.mesh import Fold, ParallelConfig
 from moejax.core.precision import PrecisionConfig
 from moejax.data import DataConfig
 from moejax.model.transformer import ModelConfig
+from moejax.parallel.stages import pipeline_of
 from moejax.train.checkpoint import CheckpointConfig
 from moejax.train.metrics import LogConfig
 from moejax.train.optimizer import OptimizerConfig
@@ -80,6 +81,13 @@ class Config:
     log: LogConfig = LogConfig()
     """What is shown and written down."""
 
+    def __post_init__(self):
+        if self.model.moe.dispatch == "hierarchical" and not self.parallel.node:
+            raise ValueError(
+                "model.moe.dispatch='hierarchical' crosses nodes once a token: set parallel.node "
+                "to the devices of one NVLink domain (8 on most servers)"
+            )
+
     @property
     def run_dir(self) -> Path:
         """The folder of this run."""
@@ -91,8 +99,9 @@ class Config:
         Raises ValueError for degrees that do not cover the devices, strides that do not nest, or
         a batch that does not divide.
         """
-        folded = fold(*self.parallel.readings(num_devices))
-        self.train.check(folded.degree("dp"), folded.degree("tp"))
+        pipeline_of(self.parallel, self.model)
+        folded = self.parallel.fold(num_devices)
+        self.train.check(*(folded.degree(role) for role in ("dp", "tp", "cp")))
         return folded
 
 

@@ -201,6 +201,15 @@ def find_checkpoint(path: Path) -> Path:
     return path / FOLDER / str(max(steps))
 
 
+def way_on(run_dir: Path) -> str:
+    """Returns where a run that has ended goes on, as a clause of a sentence."""
+    try:
+        step = find_checkpoint(run_dir).name
+    except FileNotFoundError:
+        return "nothing was saved yet: the same command starts from the beginning"
+    return f"the same command goes on from step {step}"
+
+
 def _saved_leaves(checkpoint: Path) -> dict[str, jax.ShapeDtypeStruct]:
     with _reader() as reader:
         tree = reader.metadata(checkpoint).item_metadata.state.tree

@@ -10,32 +10,15 @@ from jaxtyping import Array
 from moejax.core import collectives
 from moejax.core.sharding import gathered
 from moejax.model import mtp
+from moejax.model.config import ModelConfig
+from moejax.model.context import split_rows
 from moejax.model.stream import Counts, Draw, Totals, count_batch
+from moejax.train.auxes import by_layer, load_added, without
 from moejax.train.loss import Losses, micro_loss, target_weights
+from moejax.train.pipelined import pipelined_grads
 from moejax.train.state import Layout, TrainState
 
 Batch = dict[str, Array]
-
-
-def _in_order(names: dict) -> list[str]:
-    """Returns the names of stacks or blocks as the layers come: 2 before 10, "mtp_.." last."""
-    return sorted(names, key=lambda name: (name.startswith("mtp"), len(name), name))
-
-
-def by_layer(auxes: dict, name: str) -> Array:
-    """Returns one aux of every MoE layer, stacked in the order of the layers: [layers, ...].
-
-    A stack's have a leading dim of layers, a further module's have none.
-    """
-    found = []
-    for stack in _in_order(auxes):
-        each = [auxes[stack][block][name] for block in _in_order(auxes[stack])]
-        if stack.startswith("mtp"):
-            found += [a[None] for a in each]
-        elif each:
-            per_block = jnp.stack(each, axis=1)
-            found.append(per_block.reshape(-1, *per_block.shape[2:]))
-    return jnp.concatenate(found)
 
 
 class Found(NamedTuple):
@@ -51,15 +34,6 @@ class Found(NamedTuple):
     layer is."""
 
 
-def _without(auxes: dict, name: str) -> dict:
-    """Returns auxes that do not hold the entry of that name."""
-    drop = lambda aux: {k: v for k, v in aux.items() if k != name}  # noqa: E731
-    return {
-        stack: {block: drop(aux) for block, aux in blocks.items()}
-        for stack, blocks in auxes.items()
-    }
-
-
 def stored_to_used(layout: Layout, stored):
     """Returns what the layers read of the stored parameters, as this device's own: see `step`."""
     zero = layout.zero if layout.zero == 1 else 0
@@ -67,40 +41,27 @@ def stored_to_used(layout: Layout, stored):
     return jax.tree.map(lambda w, dims: gathered(w, dims, layout.fold, zero), own, layout.dims)
 
 
-def by_block(tree: dict, name: str) -> dict:
-    """Returns {stack: {block: the entry of that name}} of the blocks that have one."""
-    return {
-        stack: {block: node[name] for block, node in blocks.items()}
-        for stack, blocks in tree.items()
-        if all(name in node for node in blocks.values()) and blocks
-    }
-
-
-def _load_added(buffers, auxes: dict, fold):
-    """Returns the buffers with this microbatch's load added to that of those before it."""
-    plain = by_block(auxes, "plain_load_E")
-    if not plain:  # no loss reads it
-        return buffers
-    plain = collectives.psum(plain, fold.tokens)
-    moes = by_block(buffers, "moe")
-    return jax.tree.map(
-        lambda moe, load: {"moe": moe | {"load_before": moe["load_before"] + load}},
-        moes, plain, is_leaf=lambda node: "load_before" in node,
-    )  # fmt: skip
-
-
 def _weigh_targets(batch: Batch, mean: str, fold) -> tuple[Batch, Totals]:
-    """Returns the batch with the weights of its targets, and the Totals, with their sum."""
+    """Returns this rank's tokens of the batch with the weights of their targets, and the Totals,
+    with the sum of all weights."""
     arrays = (batch["segment_ids"], batch["targets"])
     weights = jax.vmap(partial(target_weights, mean=mean))(*arrays)
-    total = collectives.psum(weights.sum(), fold.batch)
+    total = collectives.psum(weights.sum(), fold["dp"])
     counted = count_batch(*arrays, fold)._replace(targets=jnp.round(total))
-    return batch | {"weights": weights}, counted
+    return split_rows(batch | {"weights": weights}, fold), counted
 
 
 def _counts(micro: Batch, totals: Totals, fold) -> Counts:
-    mine = count_batch(micro["segment_ids"], micro["targets"], fold)
-    return Counts(totals.targets, totals.tokens, totals.documents, mine.tokens)
+    mine = jnp.sum(micro["segment_ids"] != 0, dtype=jnp.float32)
+    return Counts(*totals, collectives.psum(mine, fold.batch))
+
+
+def _found(cfg: ModelConfig, losses: Losses, auxes: dict, agreed_mN) -> Found:
+    """Returns what all microbatches gave; auxes have them as their leading dim."""
+    chosen = None
+    if cfg.moe.router.record:
+        chosen = jax.vmap(lambda a: by_layer(a, "experts").swapaxes(0, 1))(auxes)
+    return Found(losses, without(auxes, "experts"), chosen, agreed_mN)
 
 
 def sum_micro_grads(
@@ -112,9 +73,13 @@ def sum_micro_grads(
     model = layout.model(weights, state.buffers)
     cfg, scanned = model.cfg, model.scanned()
     further = [mtp.ahead(batch, by) for by in range(1, cfg.mtp_depth + 1)]
-    batches, totals = zip(
-        *(_weigh_targets(b, mean, fold) for b in (batch, *further)), strict=True
-    )
+    batches, totals = zip(*(_weigh_targets(b, mean, fold) for b in (batch, *further)), strict=True)
+
+    if layout.pipeline:
+        grads, (losses, auxes, agreed_mN) = pipelined_grads(
+            layout, layout.pipeline, weights, state, batches, totals, precision, mtp_coeff
+        )
+        return grads, _found(cfg, losses, auxes, agreed_mN)
 
     def add_micro(total, numbered):
         (sums, buffers), (micros, number) = total, numbered
@@ -142,8 +107,8 @@ def sum_micro_grads(
             name: jax.tree.map(lambda s, g: s + g.astype(accum), sums[name], grads[name])
             for name in others
         }
-        found = Found(losses, _without(auxes, "experts"), chosen, agreed_N)
-        return (sums, _load_added(buffers, found.auxes, fold)), found
+        found = Found(losses, without(auxes, "experts"), chosen, agreed_N)
+        return (sums, load_added(buffers, found.auxes, fold.tokens)), found
 
     zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, accum), weights)
     first = (collectives.vary(zeros, fold.all), state.buffers)

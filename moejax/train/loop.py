@@ -46,6 +46,7 @@ def train(run: Run) -> int:
     folder, steps = config.run_dir, config.train.steps
     first, agree = cluster.is_first(), cluster.Agreement() if jax.process_count() > 1 else None
     compiled = run.train_step.lower(run.state, run.abstract_batch()).compile()
+    cluster.meet("compiled")
     facts = _facts(run, compiled.memory_analysis())
     console = Console(highlight=False, quiet=not first)
     display = Display(steps, config.log, start_step=run.start_step, console=console)
@@ -66,12 +67,14 @@ def train(run: Run) -> int:
         again = background.submit(_compile_again, run) if config.model.moe.budget else None
         reporter = _Reporter(run, writer, display, facts)
         step = _steps(run, compiled, again, facts, reporter, watchdog, trace, stop)
-        run.checkpointer.save(step, run.state, run.position())
+        run.save(step)
         run.checkpointer.close()
         stopped = stop.should_stop()
         if stopped:
             display.note(f"{stop.reason or 'stopped'}: saved step {step}; run again to go on")
     if step >= steps and not stopped:
+        if config.train.sample_tokens and _staged(run):
+            display.note(f"no text sample with pp: python -m moejax.generate --from={folder}")
         facts |= _closing_facts(run, step)
     facts |= {"wall_seconds": time.monotonic() - started, "peak_rss_bytes": peak_rss_bytes()}
     if first:
@@ -91,7 +94,7 @@ class _Reporter:
 
     def __init__(self, run: Run, writer: MetricsWriter | None, display: Display, facts: dict):
         self._writer, self._display = writer, display
-        self._peak, self._config = run.matmul_rate, run.config
+        self._peak, self._config, self._fold = run.matmul_rate, run.config, run.layout.fold
         self._flops = facts["model_flops_per_token"]
         self._throughput, self._idle = Throughput(), IdleExperts()
 
@@ -101,15 +104,16 @@ class _Reporter:
         `again`: this is the second time that its batch is run.
         """
         jax.block_until_ready(metrics)
-        chosen = metrics.get("routing")
-        record = jax.device_get({k: v for k, v in metrics.items() if k != "routing"})
+        chosen, order = metrics.get("routing"), metrics.get("order")
+        apart = ("routing", "order")
+        record = jax.device_get({k: v for k, v in metrics.items() if k not in apart})
         if record.pop("overflowed"):
             return False
         rate = self._throughput.step(int(record["num_tokens"]))
         record |= {"step": number, "tokens_per_second": rate, "again": int(again)}
         record |= {"matmul_share": rate * self._flops / self._peak}
         if chosen is not None:
-            self._record(number, cluster.whole(chosen))
+            self._record(number, chosen, order)
         moe = record.get("moe")
         if moe:
             means = ("imbalance", "entropy", *LOSSES, "aux_loss")
@@ -130,8 +134,13 @@ class _Reporter:
         self._display.step(record)
         return True
 
-    def _record(self, number: int, chosen: np.ndarray) -> None:
-        """Writes what the routers chose, [microbatches, rows * L, layers, K]."""
+    def _record(self, number: int, routing: jax.Array, order: jax.Array | None) -> None:
+        """Writes what the routers chose, [microbatches, rows * L, layers, K]; `order`: that of the
+        tokens over cp."""
+        chosen = cluster.whole(routing)
+        if order is not None:
+            degrees = (self._fold.degree(role) for role in ("dp", "cp"))
+            chosen = replay.in_row_order(chosen, cluster.whole(order), *degrees)
         if not cluster.is_first():
             return
         moe, length = self._config.model.moe, self._config.train.sequence_length
@@ -208,7 +217,7 @@ def _steps(run: Run, compiled, again, facts, reporter, watchdog, trace, stop) ->
             watchdog.beat(number)
         if saver.should_save(number):
             ahead.settle()
-            saver.save(number, run.state, run.position())
+            run.save(number)
             reporter.restart_clock()
     ahead.settle()
     return number
@@ -227,7 +236,7 @@ def evaluate(run: Run) -> dict[str, float]:
 def _facts(run: Run, memory: Any) -> dict[str, Any]:
     """What is known before the first step (the names: see the report)."""
     cfg, layout = run.config.model, run.layout
-    num_params = params.count(layout.abstract.params)
+    num_params = params.count(layout.ordered.params)
     sample_flops = flops_per_token(cfg, np.ones((1, run.config.train.sequence_length), np.int32))
     used = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
     return {
@@ -245,10 +254,16 @@ def _facts(run: Run, memory: Any) -> dict[str, Any]:
     }
 
 
+def _staged(run: Run) -> bool:
+    """Whether the ranks of a pipeline have some layers each, so that no text is sampled."""
+    return run.layout.fold.degree("pp") > 1
+
+
 def _closing_facts(run: Run, steps: int) -> dict[str, Any]:
-    """The text sample, and the count model that the run has to beat, fitted on what it saw."""
+    """The text sample (of a pipeline, whose ranks have some layers each, `moejax.generate` makes
+    one), and the count model that the run has to beat, fitted on what it saw."""
     train, facts = run.config.train, {}
-    if train.sample_tokens:
+    if train.sample_tokens and not _staged(run):
         slots = min(train.sequence_length, 256)
         next_logits = make_next_logits(run.worst_case, slots)
         ids = sample(

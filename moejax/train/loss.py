@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from moejax.core import collectives
 from moejax.model import balance
+from moejax.model.context import spread_of
 from moejax.model.stream import Counts, Draw, number_documents
 from moejax.model.transformer import Transformer
 from pallas_kernels import logit_stats
@@ -46,16 +47,16 @@ def token_nll(
     """Returns the negative log-likelihoods, in nats, of each target of this row group: one array
     for each of the states and its targets. The head is gathered once for all of them."""
     fold = model.fold
-    tp = fold["tp"]
+    tp, vocab = fold["tp"], fold["vocab"]
     x_TD = jnp.concatenate([collectives.all_gather(x_tD, tp) for x_tD in states])
     w_Dv = model.head_weight()
     flat_T = jnp.concatenate([targets_bL.reshape(-1) for targets_bL in targets])
     target_T = collectives.vary(flat_T, fold.all)
-    local_T = target_T - collectives.axis_index(tp) * w_Dv.shape[1]
+    local_T = target_T - collectives.axis_index(vocab) * w_Dv.shape[1]
     lse_T, logit_T = logit_stats(x_TD, w_Dv, local_T, valid_vocab=model.tokens_here())
-    peak_T = collectives.pmax(lse_T, tp)
-    lse_T = jnp.log(collectives.psum(jnp.exp(lse_T - peak_T), tp)) + peak_T
-    return jnp.split(lse_T - collectives.psum(logit_T, tp), len(states))
+    peak_T = collectives.pmax(lse_T, vocab)
+    lse_T = jnp.log(collectives.psum(jnp.exp(lse_T - peak_T), vocab)) + peak_T
+    return jnp.split(lse_T - collectives.psum(logit_T, vocab), len(states))
 
 
 def nll_sums(
@@ -98,10 +99,29 @@ def micro_loss(
     means over the step; the scalars are summed over devices. A step without a single target has
     loss 0.
     """
-    fold = model.fold
+    draw = draw._replace(spread=spread_of(micro, model.fold))
     x_tD, auxes = model.hidden(*_inputs(micro), counts, draw)
-    states = [x_tD]
+    loss, (losses, more) = loss_of(model, x_tD, micro, counts, draw, further, mtp_coeff)
+    extra = jnp.zeros((), loss.dtype)
+    for aux in (aux for stack in auxes.values() for aux in stack.values()):
+        extra += balance.weighted(aux, model.cfg.moe.balance).sum().astype(extra.dtype)
+    return loss + collectives.psum(extra, model.fold.tokens), (losses, auxes | more)
+
+
+def loss_of(
+    model: Transformer,
+    x_tD: Float[Array, "t D"],
+    micro: Micro,
+    counts: Counts,
+    draw: Draw,
+    further: Sequence[tuple[Micro, Counts]],
+    mtp_coeff: float,
+) -> tuple[Float[Array, ""], tuple[Losses, dict]]:
+    """Returns what `micro_loss` does, from the states that the layers gave, normed, and without
+    the layers' own losses. The states are the same on all ranks of pp."""
+    fold, states, auxes = model.fold, [x_tD], {}
     for depth, (moved, count) in enumerate(further):
+        draw = draw._replace(spread=spread_of(moved, fold))
         x_tD, auxes[f"mtp_{depth}"] = model.predict_ahead(
             depth, x_tD, *_inputs(moved), count, draw
         )
@@ -109,10 +129,15 @@ def micro_loss(
     nll, *others = _mean_nlls(model, states, [(micro, counts), *further])
     ahead = sum(others, jnp.zeros_like(nll)) / max(len(further), 1)
     nll, ahead = collectives.psum((nll, ahead), fold.batch)
-    extra = jnp.zeros((), nll.dtype)
-    for aux in (aux for stack in auxes.values() for aux in stack.values()):
-        extra += balance.weighted(aux, model.cfg.moe.balance).sum().astype(extra.dtype)
-    loss = nll + mtp_coeff * ahead + collectives.psum(extra, fold.tokens)
+    loss = nll + mtp_coeff * ahead
+    # Every rank of pp runs the further modules, so each counts its part of what they add.
+    part = lambda a: a if jnp.issubdtype(a.dtype, jnp.integer) else a / fold.degree("pp")  # noqa: E731
+    auxes = jax.tree.map(part, auxes)
+    if auxes:
+        extra = jnp.zeros((), nll.dtype)
+        for aux in (aux for module in auxes.values() for aux in module.values()):
+            extra += balance.weighted(aux, model.cfg.moe.balance).sum().astype(extra.dtype)
+        loss += collectives.psum(extra, fold.tokens + fold["pp"])
     return loss, (Losses(nll, ahead), auxes)
 
 

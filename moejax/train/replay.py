@@ -56,6 +56,18 @@ def load(
     return experts
 
 
+def in_row_order(chosen: np.ndarray, order: np.ndarray, dp: int, cp: int) -> np.ndarray:
+    """Returns choices [microbatches, rows * L, ...] row after row, each in its order; they came as
+    dp ranks' rows, of each of these cp ranks' tokens. `order` [microbatches, rows, L]: that of
+    `data.context`."""
+    (micro, rows, length), rest = order.shape, chosen.shape[2:]
+    ranks = chosen.reshape(micro, dp, cp, rows // dp, length // cp, *rest)
+    made, at = np.empty_like(chosen), order.reshape(*order.shape, *(1,) * len(rest))
+    by_row = np.moveaxis(ranks, 2, 3).reshape(micro, rows, length, *rest)
+    np.put_along_axis(made.reshape(by_row.shape), at, by_row, axis=2)
+    return made
+
+
 def part_of(experts: np.ndarray, microbatches: int, part: tuple[int, int]) -> np.ndarray:
     """Returns the rows of part `part[0]` of `part[1]` of each microbatch: a process's share.
 

@@ -42,7 +42,7 @@ def make_next_logits(layout: Layout, slots: int) -> NextLogits:
                 jnp.broadcast_to(a, (rows, tokens_1L.shape[1]))
                 for a in (tokens_1L, first + jnp.arange(tokens_1L.shape[1], dtype=jnp.int32)[None])
             ],
-            fold["dp"],
+            fold.batch,
         )
         cache = empty_cache(rows, slots) if cache is None else cache
         x_tD, cache = model.extend(tokens_bL, jnp.ones_like(tokens_bL), places_bL, cache)
@@ -51,7 +51,7 @@ def make_next_logits(layout: Layout, slots: int) -> NextLogits:
         logits_v = jnp.matmul(last_D, model.head_weight(), preferred_element_type=wide)
         logits_tv = jnp.zeros((fold.degree("tp"), logits_v.shape[0]), wide)
         logits_tv = logits_tv.at[collectives.axis_index(fold["tp"])].set(logits_v)
-        alone = collectives.axis_index(fold["dp"]) == 0
+        alone = collectives.axis_index(fold.batch) == 0
         logits_V = collectives.psum(jnp.where(alone, logits_tv, 0), fold.tokens).reshape(-1)
         return logits_V[: model.cfg.vocab_size], collectives.vary(cache, fold.all)
 

@@ -29,7 +29,9 @@ from moejax.data import (
     load_tokenizer,
     train_batches,
 )
+from moejax.data.context import order_tokens
 from moejax.model.transformer import ModelConfig, Transformer
+from moejax.parallel.stages import pipeline_of
 from moejax.train import replay
 from moejax.train.checkpoint import CheckpointConfig, Checkpointer, load_weights
 from moejax.train.metrics import LogConfig, measure_dense_matmul
@@ -96,8 +98,12 @@ class Run:
     """Dense-matmul FLOP/s of the compute dtype, measured here, of all devices together."""
 
     def put(self, batch: Batch) -> Batch:
-        """Returns this process's rows [rows, L] as global arrays [microbatches, rows, L]."""
+        """Returns this process's rows [rows, L] as global arrays [microbatches, rows, L], with the
+        "order" in which cp ranks have their tokens."""
         made = {}
+        if self.layout.fold["cp"]:
+            order = order_tokens(batch["segment_ids"], self.layout.fold.degree("cp"))
+            batch = batch | {"order": order}
         for name, rows in self.abstract_batch().items():
             if name == "routing" and name not in batch:
                 continue  # of an evaluation, where routers choose
@@ -119,6 +125,10 @@ class Run:
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the shapes of a batch, and how it lies on the mesh."""
         return abstract_batch(self.config, self.layout)
+
+    def save(self, step: int) -> None:
+        """Starts saving the state after a step."""
+        self.checkpointer.save(step, self.layout.in_order(self.state), self.position())
 
     def position(self) -> dict:
         """Returns what a checkpoint holds beside the state."""
@@ -148,11 +158,12 @@ def make_steps(config: Sections, fold: Fold, mesh: Mesh, precision: PrecisionCon
     Raises ValueError when a dim does not divide over its degree.
     """
     steps, zero = config.train.steps, config.parallel.zero
+    pipeline = pipeline_of(config.parallel, config.model)
     model = nnx.eval_shape(lambda: Transformer(config.model, rngs=nnx.Rngs(0)))
     mask = decay_mask(params.dims_of(model)[0])
     optimizer = make_optimizer(config.optimizer, steps, mask)
     layout, worst_case = (
-        plan_state(cfg, optimizer, fold, mesh, zero, precision)
+        plan_state(cfg, optimizer, fold, mesh, zero, precision, pipeline)
         for cfg in (config.model, config.model.worst_case())
     )
     step, again_step = (
@@ -172,6 +183,8 @@ def abstract_batch(config: Sections, layout: Layout) -> dict[str, jax.ShapeDtype
     sharding = NamedSharding(layout.mesh, batch_spec(layout))
     rows = jax.ShapeDtypeStruct(shape, np.int32, sharding=sharding)
     made = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), rows)
+    if layout.fold["cp"]:
+        made["order"] = rows
     if model.moe.router.replay:
         more = (model.all_kinds().count("M"), model.moe.top_k)
         made["routing"] = jax.ShapeDtypeStruct((*shape, *more), np.int32, sharding=sharding)
@@ -254,23 +267,24 @@ def prepare(config: Sections) -> Run:
 
 def _first_state(config, optimizer, layout: Layout, precision, checkpointer: Checkpointer):
     """Returns (state, step): resumed, or fresh with random or another run's weights."""
-    target = layout.resting
+    target = layout.ordered
     if checkpointer.latest_step() is not None:
         state, _ = checkpointer.restore(target)
-        return state, int(state.step)
+        return layout.at_rest(state), int(state.step)
     state = init_state(config.model, optimizer, layout, precision, config.init.seed)
+    if not (config.init.from_hf or config.init.from_run):
+        return state, 0
     if config.init.from_hf:
         weights, buffers = hf.load(
             config.init.from_hf, config.model, (target.params, target.buffers)
         )
-        state = dataclasses.replace(state, params=weights, buffers=buffers)
-    if config.init.from_run:
+    else:
         weights, buffers = (
             load_weights(config.init.from_run, getattr(target, part), subtree=part)
             for part in ("params", "buffers")
         )
-        state = dataclasses.replace(state, params=weights, buffers=buffers)
-    return state, 0
+    state = dataclasses.replace(layout.in_order(state), params=weights, buffers=buffers)
+    return layout.at_rest(state), 0
 
 
 def use_compilation_cache(folder: Path) -> None:

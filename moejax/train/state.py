@@ -1,6 +1,7 @@
 """The state of a training run, how it is made, and how it rests on the mesh."""
 
 import dataclasses
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from moejax.core.mesh import Fold
 from moejax.core.params import Tree
 from moejax.core.precision import PrecisionConfig
 from moejax.model.transformer import ModelConfig, Transformer
+from moejax.parallel.stages import Pipeline, in_slots, in_units
 from moejax.train.optimizer import map_like_params
 
 
@@ -52,6 +54,8 @@ class Layout:
     fold: Fold
     zero: int
     mesh: Mesh
+    pipeline: Pipeline | None = None
+    """Stages and their schedule; None: every device has every layer."""
 
     def model(self, weights: Tree, buffers: Tree) -> Transformer:
         """Returns the model made of arrays that the layers use: this device's shards."""
@@ -72,6 +76,57 @@ class Layout:
             self.abstract, self.shardings,
         )  # fmt: skip
 
+    @property
+    def ordered(self) -> TrainState:
+        """`resting`, with the layers in order: as checkpoints and other runs' weights have them.
+
+        They lie over pp where it divides a stack, else each of its ranks has all.
+        """
+        if self._stages is None:
+            return self.resting
+        change = partial(in_units, self._stages)
+        parts = jax.eval_shape(change, (self.abstract.params, self.abstract.opt_state))
+        abstract = dataclasses.replace(self.abstract, params=parts[0], opt_state=parts[1])
+
+        def over_pp(a, s):
+            split = s.spec and s.spec[0] in (self.fold["pp"], *self.fold["pp"])
+            uneven = split and a.shape[0] % self.fold.degree("pp")
+            spec = P(None, *s.spec[1:]) if uneven else s.spec
+            sharding = jax.sharding.NamedSharding(self.mesh, spec)
+            return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
+
+        return jax.tree.map(over_pp, abstract, self.shardings)
+
+    def in_order(self, state: TrainState) -> TrainState:
+        """Returns a state that rests with its layers in order: see `ordered`."""
+        return self._rearranged(state, self._to_order) if self._stages else state
+
+    def at_rest(self, state: TrainState) -> TrainState:
+        """The inverse of `in_order`."""
+        return self._rearranged(state, self._to_rest) if self._stages else state
+
+    @property
+    def _stages(self) -> Pipeline | None:
+        """The pipeline whose ranks have some layers each; None: one alone has all, in order."""
+        return self.pipeline if self.fold.degree("pp") > 1 else None
+
+    @cached_property
+    def _to_order(self) -> jax.stages.Wrapped:
+        return self._rearranging(in_units, self.ordered)
+
+    @cached_property
+    def _to_rest(self) -> jax.stages.Wrapped:
+        return self._rearranging(in_slots, self.resting)
+
+    def _rearranging(self, change, target: TrainState) -> jax.stages.Wrapped:
+        where = jax.tree.map(lambda a: a.sharding, (target.params, target.opt_state))
+        return jax.jit(partial(change, self._stages), out_shardings=where)
+
+    @staticmethod
+    def _rearranged(state: TrainState, move: jax.stages.Wrapped) -> TrainState:
+        weights, opt_state = move((state.params, state.opt_state))
+        return dataclasses.replace(state, params=weights, opt_state=opt_state)
+
     def shard_axes(self) -> Tree:
         """Returns, for each parameter, the mesh axes over which it is split at rest."""
         table = sharding.store_table(self.zero)
@@ -82,9 +137,9 @@ class Layout:
         return jax.tree.map(axes, self.dims, is_leaf=sharding.is_dims)
 
 
-def _build(cfg: ModelConfig, fold: Fold, zero: int, precision: PrecisionConfig, seed):
-    rngs = nnx.Rngs(params=seed)
-    return Transformer(cfg, fold=fold, precision=precision, zero=zero, rngs=rngs)
+def _build(cfg: ModelConfig, fold: Fold, zero: int, precision: PrecisionConfig, pipeline, seed):
+    rngs, places = nnx.Rngs(params=seed), pipeline.slots if pipeline else ()
+    return Transformer(cfg, fold=fold, precision=precision, zero=zero, places=places, rngs=rngs)
 
 
 def plan_state(
@@ -94,12 +149,13 @@ def plan_state(
     mesh: Mesh,
     zero: int,
     precision: PrecisionConfig,
+    pipeline: Pipeline | None = None,
 ) -> Layout:
     """Returns the Layout of a model on a mesh; no array is made.
 
     Raises ValueError when a dim does not divide over its degree.
     """
-    model = nnx.eval_shape(lambda: _build(cfg, fold, zero, precision, 0))
+    model = nnx.eval_shape(lambda: _build(cfg, fold, zero, precision, pipeline, 0))
     definition, params, buffers = parameters.partition(model)
     dims, buffer_dims = parameters.dims_of(model)
     table = sharding.store_table(zero)
@@ -123,7 +179,7 @@ def plan_state(
         overflowed=P(),
         key=P(),
     )
-    return Layout(definition, dims, abstract, specs, fold, zero, mesh)
+    return Layout(definition, dims, abstract, specs, fold, zero, mesh, pipeline)
 
 
 def init_state(
@@ -136,7 +192,7 @@ def init_state(
     """Returns the state at step 0, made where it rests. The values depend on the seed alone."""
 
     def make(seed):
-        model = _build(cfg, layout.fold, layout.zero, precision, seed)
+        model = _build(cfg, layout.fold, layout.zero, precision, layout.pipeline, seed)
         _, params, buffers = parameters.partition(model)
         zero, no = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.bool_)
         return TrainState(

@@ -27,8 +27,10 @@ from moejax.core import collectives
 from moejax.core.precision import PrecisionConfig
 from moejax.model import balance
 from moejax.model.config import ModelConfig
-from moejax.model.stream import count_batch, one_microbatch
-from moejax.train.gradients import Batch, Found, by_block, by_layer, stored_to_used, sum_micro_grads
+from moejax.model.context import split_rows, spread_of
+from moejax.model.stream import Draw, count_batch, one_microbatch
+from moejax.train.auxes import by_block, by_layer
+from moejax.train.gradients import Batch, Found, stored_to_used, sum_micro_grads
 from moejax.train.loss import MEANS, nll_sums
 from moejax.train.optimizer import (
     OptimizerConfig,
@@ -38,6 +40,7 @@ from moejax.train.optimizer import (
     make_schedule,
     num_updates,
 )
+from moejax.train.pipelined import pipelined_nll
 from moejax.train.state import Layout, TrainState
 from pallas_kernels import deviceless
 
@@ -78,7 +81,7 @@ class TrainConfig:
         if self.loss_mean not in MEANS:
             raise ValueError(f"train.loss_mean={self.loss_mean!r}: choose from {', '.join(MEANS)}")
 
-    def check(self, layout_dp: int, tp: int) -> None:
+    def check(self, layout_dp: int, tp: int, cp: int = 1) -> None:
         """Raises ValueError when a batch does not divide over microbatches and devices."""
         pieces = self.microbatches * layout_dp
         if self.batch_size % pieces:
@@ -86,13 +89,19 @@ class TrainConfig:
                 f"train.batch_size={self.batch_size} does not divide into microbatches="
                 f"{self.microbatches} x dp={layout_dp}: choose a multiple of {pieces}"
             )
-        tokens = self.batch_size // pieces * self.sequence_length
+        if self.sequence_length % cp:
+            raise ValueError(
+                f"train.sequence_length={self.sequence_length} does not divide over cp={cp}: "
+                f"choose a multiple of {cp}"
+            )
+        tokens = self.batch_size // pieces * self.sequence_length // cp
         if tokens % tp:
             raise ValueError(f"{tokens} tokens a microbatch and device do not divide over tp={tp}")
 
 
 def batch_spec(layout: Layout) -> P:
-    """Returns how batch arrays [microbatches, rows, L] lie on the mesh."""
+    """Returns how batch arrays [microbatches, rows, L] lie on the mesh: whole rows, of which each
+    cp rank then takes its tokens (`model/context.py`)."""
     return P(None, layout.fold["dp"] or None, None)
 
 
@@ -161,12 +170,16 @@ def _moe_metrics(auxes: dict, agreed_mN, buffers, cfg: balance.BalanceConfig, fo
     }
 
 
-def _model_metrics(cfg: ModelConfig, found: Found, auxes: dict, buffers, fold) -> dict:
+def _model_metrics(
+    cfg: ModelConfig, found: Found, auxes: dict, buffers, fold, order: Array | None
+) -> dict:
     """Returns the metrics that only some models have, of the whole step and the new buffers."""
     metrics: dict = {"mtp_loss": found.losses.mtp.sum()} if cfg.mtp_depth else {}
     if any(auxes.values()):
         metrics["moe"] = _moe_metrics(auxes, found.agreed_N, buffers, cfg.moe.balance, fold)
-    return metrics | ({} if found.chosen_tNK is None else {"routing": found.chosen_tNK})
+    if found.chosen_tNK is not None:
+        metrics |= {"routing": found.chosen_tNK} | ({} if order is None else {"order": order})
+    return metrics
 
 
 def _metric_specs(model_cfg: ModelConfig, layout: Layout, with_grads: bool) -> dict:
@@ -180,6 +193,8 @@ def _metric_specs(model_cfg: ModelConfig, layout: Layout, with_grads: bool) -> d
         specs["moe"] = P()
         if model_cfg.moe.router.record:
             specs["routing"] = P(None, layout.fold.tokens or None)
+            if layout.fold["cp"]:
+                specs["order"] = batch_spec(layout)
     return specs | ({"grads": layout.specs.params} if with_grads else {})
 
 
@@ -206,10 +221,10 @@ def make_train_step(
     The state is donated. Metrics stay on the device: "loss" (nats a token), "grad_norm", "lr",
     "num_tokens", "skipped", "overflowed", "moe" by layer, "mtp_loss" (that of the tokens after the
     next, without its coefficient) where the model predicts them, and, where the model records it,
-    "routing": expert ids [microbatches, rows * L, layers, K]. A batch may hold "routing"
-    [microbatches, rows, L, layers, K]: the experts to be chosen. `loss_mean` and `mtp_coeff`: see
-    `TrainConfig`. `worst_case`, for a layout without a budget, takes a state that overflowed for
-    what it was before. `with_grads` adds "grads", where they rest, for tests.
+    "routing": expert ids [microbatches, rows * L, layers, K] (`replay.in_row_order`). A batch may
+    hold "routing" [microbatches, rows, L, layers, K], the experts to be chosen; with cp it holds an
+    "order" (`data.context`). `worst_case`, for a layout without a budget, takes a state that
+    overflowed for what it was before. `with_grads` adds "grads", where they rest, for tests.
     """
     schedule, fold = make_schedule(opt_cfg, total_steps), layout.fold
     axes, balances = layout.shard_axes(), model_cfg.moe.balance
@@ -236,7 +251,7 @@ def make_train_step(
         count = count_batch(batch["segment_ids"], batch["targets"], fold).targets
         values = (loss, norm, lr, skipped, overflowed, count)
         metrics: dict = dict(zip(SCALARS, values, strict=True))
-        metrics |= _model_metrics(model_cfg, found, auxes, buffers, fold)
+        metrics |= _model_metrics(model_cfg, found, auxes, buffers, fold, batch.get("order"))
         return state, metrics | ({"grads": grads} if with_grads else {})
 
     metric_specs = _metric_specs(model_cfg, layout, with_grads)
@@ -256,12 +271,18 @@ def make_eval_step(layout: Layout) -> jax.stages.Wrapped:
     def evaluate(state: TrainState, batch: Batch):
         fold = layout.fold
         model = layout.model(stored_to_used(layout, state.params), state.buffers)
+        if layout.pipeline:
+            total = count_batch(batch["segment_ids"], batch["targets"], fold)
+            mine = split_rows(batch, fold)
+            return pipelined_nll(layout, layout.pipeline, model, mine, total), total.targets
 
         def add(total, micro):
             counted = count_batch(micro["segment_ids"], micro["targets"], fold)
+            micro = split_rows(micro, fold)
             x_tD, _ = model.hidden(
-                micro["tokens"], micro["segment_ids"], micro["positions"], one_microbatch(counted)
-            )
+                micro["tokens"], micro["segment_ids"], micro["positions"], one_microbatch(counted),
+                Draw(spread=spread_of(micro, fold)),
+            )  # fmt: skip
             targets_bL = micro["targets"]
             (nll,) = nll_sums(model, [x_tD], [targets_bL], [targets_bL >= 0])
             nll = collectives.psum(nll, fold.batch)

@@ -18,7 +18,9 @@ from configs.demo import demo
 from moejax.core import params
 from moejax.core.mesh import ParallelConfig, fold, make_mesh
 from moejax.core.precision import PrecisionConfig
+from moejax.data.context import order_tokens
 from moejax.model.transformer import ModelConfig, Transformer
+from moejax.parallel.stages import in_slots, in_units, pipeline_of
 from moejax.train.optimizer import OptimizerConfig, decay_mask, make_optimizer
 from moejax.train.state import Layout, TrainState, init_state, plan_state
 from moejax.train.step import make_train_step
@@ -76,13 +78,16 @@ MLA_LITE = (
 )  # fmt: skip
 GPT_OSS_EXPERTS = (("bias", True), ("swiglu_limit", 0.02), ("shared_ffn_dim", 0))
 WINDOWS = (("attention", shrunken(GPT_OSS, 8, 4)), ("pattern", "mM"), ("num_layers", 2))
+STAGED = (("num_layers", 5), ("first_k_dense", 1), ("remat", "full"))
+STAGED_MTP = (("num_layers", 5), ("first_k_dense", 1), ("mtp_depth", 1))
+TIED_MTP = (("num_layers", 4), ("tied", True), ("remat", "full"), ("mtp_depth", 1))
 FOLDS = {
     case.name: case
     for case in (
-        _case("dp4tp4-ep8-zero1", "all_to_all", model=OLMOE_HEADS, balance=QUANTILE, moe=LATENT, dp=4, tp=4, ep=8, zero=1),  # noqa: E501
+        _case("dp4tp4-ep8-zero1", "hierarchical", model=OLMOE_HEADS, balance=QUANTILE, moe=LATENT, dp=4, tp=4, ep=8, node=4, zero=1),  # noqa: E501
         _case("dp4tp4-ep4etp2-zero3", "all_gather", 4, MLA_LITE, balance=SEQUENCE, dp=4, tp=4, ep=4, etp=2, zero=3),  # noqa: E501
         _case("dp4tp4-ep4etp4-zero3", "ragged", 4, MLA_MTP, balance=LOSSES, moe=PIECES, dp=4, tp=4, ep=4, etp=4, zero=3),  # noqa: E501
-        _case("dp8tp2-ep2etp4-zero0", "reference", model=WINDOWS, router=SIGMOID, balance=BIAS, moe=GPT_OSS_EXPERTS, dp=8, tp=2, ep=2, etp=4, zero=0),  # noqa: E501
+        _case("dp8tp2-ep2etp4-zero0", "all_to_all", model=WINDOWS, router=SIGMOID, balance=BIAS, moe=GPT_OSS_EXPERTS, dp=8, tp=2, ep=2, etp=4, zero=0),  # noqa: E501
         _case("dp16-ep16-zero1", "all_to_all", balance=SEQUENCE, dp=16, ep=16, zero=1),
         _case("dp8tp2-edp16-zero3", "all_gather", model=(("tied", True),), dp=8, tp=2, zero=3),
         _case("dp4tp4-etp4-zero1", "ragged", 4, (("first_k_dense", 1),), (), SEQUENCE, dp=4, tp=4, etp=4),  # noqa: E501
@@ -91,6 +96,19 @@ FOLDS = {
         _case("dp4tp4-ep4-zero3", "reference", 4, router=SIGMOID, balance=BIAS, dp=4, tp=4, ep=4, zero=3),  # noqa: E501
         _case("dp16-ep2-zero1-DM", "ragged", model=DM, balance=SEQUENCE, dp=16, ep=2, zero=1),
         _case("dp4tp4-ep8etp2-zero0", "ragged", 4, (), SIGMOID, BIAS, LATENT, dp=4, tp=4, ep=8, etp=2, zero=0),  # noqa: E501
+        _case("dp4tp4-ep8etp2-node8-zero3", "hierarchical", 4, DM, dp=4, tp=4, ep=8, etp=2, node=8, zero=3),  # noqa: E501
+        # Rows split over cp, which folds into ep, in each of the ways of attention.
+        _case("dp2cp2tp2-ep8-zero3", "ragged", 4, MLA_MTP, balance=LOSSES, moe=PIECES, dp=2, cp=2, tp=2, ep=8, zero=3),  # noqa: E501
+        _case("cp4tp2-ep8-zero1-both", "all_to_all", 1, WINDOWS, SIGMOID, BIAS, GPT_OSS_EXPERTS, cp=4, tp=2, ep=8, cp_kind="ulysses_ring"),  # noqa: E501
+        _case("dp2cp4tp2-ep4etp2-zero3-ring", "all_gather", 4, MLA_LITE, balance=SEQUENCE, dp=2, cp=4, tp=2, ep=4, etp=2, zero=3, cp_kind="ring"),  # noqa: E501
+        _case("dp4cp4-ep16-zero1-gather", "all_to_all", model=OLMOE_HEADS, balance=QUANTILE, moe=LATENT, dp=4, cp=4, ep=16, cp_kind="all_gather"),  # noqa: E501
+        # Stages: uneven, with chunks, with everything that rides along.
+        _case("pp2-1f1b", "all_gather", 4, (("num_layers", 3),), pp=2),
+        _case("pp2vpp2dp2tp2-ep4-zero3", "all_to_all", 4, STAGED, balance=LOSSES, pp=2, vpp=2, dp=2, tp=2, ep=4, zero=3),  # noqa: E501
+        _case("pp2vpp2dp2tp2-ep2-zero1-merged", "ragged", 4, STAGED_MTP, pp=2, vpp=2, schedule="merged", dp=2, tp=2, ep=2),  # noqa: E501
+        _case("pp4dp2-zero1-merged-tied", "all_gather", 4, TIED_MTP, balance=LOSSES, pp=4, schedule="merged", dp=2),  # noqa: E501
+        _case("dp4tp2-ep8-zero1-merged", "all_to_all", 4, STAGED_MTP, balance=LOSSES, dp=4, tp=2, ep=8, schedule="merged"),  # noqa: E501
+        _case("pp2cp2tp2-ep4-zero3-ring", "all_gather", 4, MLA_LITE, pp=2, cp=2, tp=2, dp=2, ep=4, zero=3, cp_kind="ring"),  # noqa: E501
         # The five of the case "expert gradients exactly ep times too big", on 8 devices.
         _case("dp8-ep4", "all_to_all", dp=8, ep=4),
         _case("dp8-etp4", "all_gather", dp=8, etp=4),
@@ -99,12 +117,13 @@ FOLDS = {
         _case("dp2tp4-ep2etp2", "all_to_all", dp=2, tp=4, ep=2, etp=2),
     )
 }
-# Every axis, ZeRO stage, dispatcher, all losses and biases, 1 and 4 microbatches, all attention,
-# experts of gpt-oss, a module that predicts a further token.
+# Every axis, ZeRO stage, dispatcher but the oracle's, all losses and biases, 1 and 4 microbatches,
+# all attention, experts of gpt-oss, a module that predicts a further token.
 COVERING = (
     "dp4tp4-ep8-zero1", "dp4tp4-ep4etp2-zero3", "dp4tp4-ep4etp4-zero3", "dp8tp2-ep2etp4-zero0",
+    "dp2cp2tp2-ep8-zero3", "pp2vpp2dp2tp2-ep4-zero3", "pp4dp2-zero1-merged-tied",
 )  # fmt: skip
-COVERING_64 = ("dp4tp4-ep4etp4-zero3", "dp4tp4-ep8-zero1")
+COVERING_64 = ("dp4tp4-ep4etp4-zero3", "dp4tp4-ep8-zero1", "pp2vpp2dp2tp2-ep4-zero3")
 GRADIENTS = ("dp8-etp4", "dp8-ep8-zero3", "dp2tp4-ep2etp2")
 
 
@@ -130,7 +149,7 @@ def oracle_of(case: Case) -> Case:
     return replace(case, name="", parallel=alone, dispatch="reference", model=model)
 
 
-def batches(microbatches: int, steps: int = STEPS) -> list[dict[str, np.ndarray]]:
+def batches(microbatches: int, steps: int = STEPS, cp: int = 1) -> list[dict[str, np.ndarray]]:
     """Returns packed batches [microbatches, rows, L]: two documents a row, padding, empty rows."""
     generator = np.random.default_rng(0)
     segments = np.ones((ROWS, LENGTH), np.int32)
@@ -145,6 +164,8 @@ def batches(microbatches: int, steps: int = STEPS) -> list[dict[str, np.ndarray]
         inside[:, -1] = False
         targets = np.where(inside, np.roll(tokens, -1, axis=1), -1).astype(np.int32)
         arrays = dict(tokens=tokens, targets=targets, segment_ids=segments, positions=positions)
+        if cp > 1:
+            arrays["order"] = order_tokens(segments, cp)
         made.append({k: a.reshape(microbatches, -1, LENGTH) for k, a in arrays.items()})
     return made
 
@@ -169,13 +190,14 @@ def make_trainer(
 ) -> Trainer:
     """Returns the train step of a case with every dtype `dtype`, but for that of `compute`."""
     precision, model = PrecisionConfig(dtype, compute or dtype, dtype, dtype), tiny_model(case)
-    grid = fold(*case.parallel.readings(case.parallel.num_devices()))
+    grid = case.parallel.fold()
     options, mesh = OPTIMIZER, make_mesh(grid)
     abstract = nnx.eval_shape(
         lambda: Transformer(model, fold=grid, precision=precision, rngs=nnx.Rngs(0))
     )
     optimizer = make_optimizer(options, 10, decay_mask(params.dims_of(abstract)[0]))
-    layout = plan_state(model, optimizer, grid, mesh, case.parallel.zero, precision)
+    pipeline = pipeline_of(case.parallel, model)
+    layout = plan_state(model, optimizer, grid, mesh, case.parallel.zero, precision, pipeline)
     step = make_train_step(
         model, options, optimizer, layout, precision, 10, with_grads=with_grads,
         loss_mean=loss_mean,
@@ -183,6 +205,9 @@ def make_trainer(
 
     def new_state() -> TrainState:
         copied = jax.tree.map(jnp.copy, _first_state(oracle_of(case), dtype))  # a step donates it
+        if pipeline:
+            parts = in_slots(pipeline, (copied.params, copied.opt_state))
+            copied = replace(copied, params=parts[0], opt_state=parts[1])
         return jax.device_put(copied, layout.shardings)
 
     return Trainer(layout, step, new_state, model)
@@ -214,8 +239,10 @@ def tiny_run(case: Case, dtype: str = "float32", steps: int = STEPS) -> Record:
     """Trains a few steps; returns losses, gradient norms, gradients, MoE metrics."""
     trainer = make_trainer(case, dtype)
     state, metrics = trainer.new_state(), []
-    for batch in batches(case.microbatches, steps):
+    for batch in batches(case.microbatches, steps, case.parallel.cp):
         state, out = trainer.step(state, batch)
+        if trainer.layout.pipeline and not metrics:
+            out["grads"] = in_units(trainer.layout.pipeline, out["grads"])
         metrics.append(jax.tree.map(np.asarray, out))
     return Record(
         [float(m["loss"]) for m in metrics],

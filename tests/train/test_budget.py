@@ -24,8 +24,10 @@ def config(folder: Path, name: str, dispatch: str, budget: float, force: str = "
     # Without a budget, by the program that runs a step again: tokens in pieces.
     moe = replace(base.model.moe, dispatch=dispatch, budget=budget, router=router,
                   pieces=1 if budget else 0)  # fmt: skip
+    parallel = replace(base.parallel, node=2 if dispatch == "hierarchical" else 0)
     return replace(
-        base, name=name, runs_dir=str(folder / "runs"), model=replace(base.model, moe=moe),
+        base, name=name, runs_dir=str(folder / "runs"), parallel=parallel,
+        model=replace(base.model, moe=moe),
         data=replace(base.data, train=(str(folder / "text"),), eval=()),
         train=replace(base.train, steps=STEPS, microbatches=2),
     )  # fmt: skip
@@ -75,7 +77,7 @@ def test_a_forced_skew_exceeds_its_budget_and_loses_no_token(folder):
     little in every step, 4 (all tokens on one rank of 4) never."""
     runs = {}
     for budget in (1.2, 4.0):
-        made = config(folder, f"skewed_{budget}", "ragged", budget, "skewed")
+        made = config(folder, f"skewed_{budget}", "hierarchical", budget, "skewed")
         short = replace(made.train, steps=3), replace(made.optimizer, warmup_steps=1)
         made = replace(made, train=short[0], optimizer=short[1])
         made = replace(made, log=replace(made.log, load_every=1))

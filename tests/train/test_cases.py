@@ -23,6 +23,7 @@ from tests.cases import (
     BIAS_RATE,
     COEFF,
     IDS,
+    SPLIT_AT,
     at_each,
     batch,
     evaluation,
@@ -196,6 +197,14 @@ def test_router_gradients_do_not_depend_on_fold_and_microbatches(at, split):
     """Case D09: 16 tokens in 4 sequences, no gradient of the cross-entropy, coefficients .01: for
     tp 1, 2, 4, 8 and 1, 2, 4 microbatches within 5e-7 of the formula's."""
     check_sixteen_tokens(steps(at, 2), SPLITS[split])
+
+
+@at_each(SPLIT_AT)
+def test_nor_on_how_rows_are_split_over_cp(at):
+    """Cases D08 and D09 for cp 2 and 4: a sequence is in pieces of one to two tokens, or four."""
+    for split in SPLITS.values():
+        check_sequences(steps(at, 2), split)
+        check_sixteen_tokens(steps(at, 2), split)
 
 
 @at_each(list(FULL_AT))

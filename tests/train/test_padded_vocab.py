@@ -70,7 +70,7 @@ def test_no_logit_of_padding_is_shown():
 
 def test_a_vocabulary_that_does_not_divide_is_refused():
     case = replace(ALONE, parallel=ParallelConfig(dp=2, tp=4))
-    with pytest.raises(ValueError, match=r"with 17 rows, .* tp=4: set model.vocab_multiple=4"):
+    with pytest.raises(ValueError, match=r"with 17 rows, .* tp = 4: set model.vocab_multiple=4"):
         make_trainer(case)
     with pytest.raises(ValueError, match="vocab_multiple=0 must be at least 1"):
         ModelConfig(vocab_multiple=0)

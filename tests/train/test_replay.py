@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from moejax.core.mesh import ParallelConfig
 from moejax.model.balance import BalanceConfig
 from moejax.train import loop, replay, setup
 from tests.oracle import max_relative_error
@@ -19,14 +20,16 @@ __all__ = ["folder"]  # a fixture
 def trained(folder, name, fold=False, bias_rate=1e-3, **router):
     """The records of a short run."""
     made = config(folder, name, steps=STEPS, microbatches=2 if fold else 1)
-    base = tiny_fold8() if fold else made
+    base, parallel = made, made.parallel
+    if fold:  # rows are split over cp, and written whole
+        base, parallel = tiny_fold8(), ParallelConfig(dp=2, cp=2, tp=2, ep=4, zero=3)
     # Of the losses one that does not depend on the microbatches.
     balance = BalanceConfig(batch_coeff=0, sequence_coeff=0.05, z_coeff=1e-4, bias_rate=bias_rate)
     router = replace(base.model.moe.router, **router)
     moe = replace(base.model.moe, router=router, balance=balance)
     model = replace(made.model, moe=moe, remat="full" if fold else "none")
     made = replace(
-        made, model=model, parallel=base.parallel, log=replace(made.log, load_every=1),
+        made, model=model, parallel=parallel, log=replace(made.log, load_every=1),
         optimizer=replace(made.optimizer, warmup_steps=1),
     )  # fmt: skip
     loop.train(setup.prepare(made))

@@ -10,7 +10,7 @@ from moejax.core.mesh import ParallelConfig
 from tests.train.folds import BIAS, SEQUENCE, Case, errors, misses, tiny_run
 
 LAYERS, K = 3, 2
-FOLD = ParallelConfig(dp=4, tp=2, ep=4, etp=2, zero=3)
+FOLD = ParallelConfig(dp=2, cp=2, tp=2, ep=4, etp=2, zero=3)
 NONE = (("batch_coeff", 0.0),)
 # name: (router, balance)
 OPTIONS = {

@@ -12,6 +12,7 @@ import pytest
 from moejax.core import params
 from moejax.core.mesh import ParallelConfig
 from moejax.core.precision import PrecisionConfig
+from moejax.data.context import order_tokens
 from moejax.train import step
 from moejax.train.optimizer import OptimizerConfig, decay_mask, make_optimizer
 from moejax.train.state import init_state
@@ -24,8 +25,9 @@ from tests.train.folds import BIAS, LENGTH, ROWS, SEQUENCE, SIGMOID, Case, batch
 BALANCE = (*BIAS, *SEQUENCE)
 ALONE = Case("alone", ParallelConfig(zero=0), "all_gather", 1, (), SIGMOID, BALANCE)
 FOLDED = replace(
-    ALONE, parallel=ParallelConfig(dp=2, tp=2, ep=4, zero=3), dispatch="all_to_all", microbatches=4
-)
+    ALONE, parallel=ParallelConfig(dp=2, cp=2, tp=2, ep=4, zero=3), dispatch="all_to_all",
+    microbatches=4,
+)  # fmt: skip
 
 
 @cache
@@ -34,6 +36,7 @@ def trainer(case: Case):
 
 
 def micro(batch, case: Case):
+    batch = batch | {"order": order_tokens(batch["segment_ids"], case.parallel.cp)}
     return {k: a.reshape(case.microbatches, -1, LENGTH) for k, a in batch.items()}
 
 
@@ -72,6 +75,21 @@ def test_accumulation_equals_one_big_batch_with_uneven_counts():
         ):
             assert max_relative_error(mine, right) < 1e-5
         np.testing.assert_array_equal(small["num_tokens"], (uneven()["targets"] >= 0).sum())
+
+
+def test_a_context_rank_without_a_target_changes_nothing():
+    """Case D23: all targets are of tokens that one of two cp ranks has."""
+    batch = {k: a.copy() for k, a in batches(1, 1)[0].items()}
+    order = order_tokens(batch["segment_ids"], 2)
+    np.put_along_axis(batch["targets"], order[..., : LENGTH // 2], -1, axis=-1)
+    assert (batch["targets"] >= 0).any()
+    (_, _, big), (_, _, small) = (run(case, batch) for case in (ALONE, FOLDED))
+    assert max_relative_error(small["loss"], big["loss"]) < 1e-6
+    np.testing.assert_array_equal(small["num_tokens"], (batch["targets"] >= 0).sum())
+    for mine, right in zip(
+        jax.tree.leaves(small["grads"]), jax.tree.leaves(big["grads"]), strict=True
+    ):
+        assert max_relative_error(mine, right) < 1e-5
 
 
 @pytest.mark.parametrize("case", [ALONE, FOLDED], ids=["alone", "folded"])

@@ -1,0 +1,1 @@
+"""Pipelines: which layers each rank holds, when it runs what, and the loop that plays it."""
