@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from moejax.config import Config, leaves
-from moejax.plan.estimate import Memory, estimate, room
+from moejax.plan.estimate import Memory, estimate, not_described, room
 from moejax.plan.hardware import CLUSTERS, Cluster
 from moejax.plan.plans import Plan
 from moejax.plan.search import divisors, price, weigh
@@ -45,8 +45,11 @@ def ways(plan: Plan) -> list[Way]:
     On the plan's own cluster single settings; where none is enough, pairs, then threes; of each
     the smallest change that is enough. Beside these, more GPUs and larger ones. The estimate is
     corrected by what the compiler found of this plan, where it was compiled. Where the plan has
-    looked at the step that runs an overflowed batch again, that has to fit as well.
+    looked at the step that runs an overflowed batch again, that has to fit as well. None for a fold
+    that the estimate does not know (`not_described`).
     """
+    if not_described(plan.config):
+        return []
     own, gpus = plan.cluster, plan.num_gpus
     fold = plan.config.fold_over(gpus)
     need = _Need(

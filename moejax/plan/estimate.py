@@ -13,6 +13,7 @@ from moejax.core import sharding
 from moejax.core.mesh import Fold
 from moejax.model.config import ModelConfig
 from moejax.model.dispatch.base import rows_from_each
+from moejax.model.dispatch.hierarchical import rooms
 from moejax.model.pieces import num_pieces
 from moejax.plan.hardware import Cluster
 from moejax.plan.resting import resting, weights
@@ -99,9 +100,18 @@ class Sizes:
         """Rows s that the experts have room for, of one piece."""
         return self._room(int(self.tokens) // self.pieces)
 
+    @property
+    def sent(self) -> float:
+        """Rows that a device sends, of one piece; over two hops also what it takes in between."""
+        moe, t = self.config.model.moe, self.tokens / self.pieces
+        if moe.dispatch != "hierarchical":
+            return t * moe.top_k
+        first, second, _ = rooms(int(t), moe.top_k, moe.num_experts, self.fold, moe.budget)
+        return first.sent + first.received + second.sent
+
     def _room(self, t: int) -> int:
         moe, ep, etp = self.config.model.moe, self.fold.degree("ep"), self.fold.degree("etp")
-        if moe.dispatch in ("ragged", "all_to_all"):
+        if moe.dispatch in ("ragged", "hierarchical", "nvlink", "all_to_all"):
             return ep * etp * rows_from_each(t, moe.top_k, moe.num_experts, ep, moe.budget)
         return ep * etp * t * min(moe.top_k, moe.num_experts)
 
@@ -112,9 +122,29 @@ class Sizes:
         return 2 if precision.compute_dtype == "auto" else precision.dtype("compute").itemsize
 
 
+def not_described(config: Config) -> str:
+    """Returns what of a fold the analytic plan does not know, "" if it knows all: the compiler's
+    plan has no such limit."""
+    parallel = config.parallel
+    degrees = {"pp": parallel.pp, "cp": parallel.cp}
+    found = [f"{name}={degree}" for name, degree in degrees.items() if degree > 1]
+    found += [f"schedule={parallel.schedule!r}"] if parallel.schedule else []
+    return ", ".join(f"parallel.{each}" for each in found)
+
+
+def refuse_unknown(config: Config) -> None:
+    """Raises ValueError for a fold that the analytic plan does not know."""
+    if unknown := not_described(config):
+        raise ValueError(
+            f"the analytic plan, and so the search, does not know {unknown}: leave out --analytic "
+            "or --search, for the compiled plan does"
+        )
+
+
 def estimate(config: Config, fold: Fold, *, worst_case: bool = False) -> Memory:
     """Returns the memory of one train step on each GPU; `worst_case`: of the step that runs an
-    overflowed batch again."""
+    overflowed batch again. Raises ValueError as `refuse_unknown` does."""
+    refuse_unknown(config)
     if worst_case:
         config = dataclasses.replace(config, model=config.model.worst_case())
     sizes, rest = Sizes(config, fold), resting(config, fold)
@@ -233,7 +263,7 @@ def _layer(sizes: Sizes) -> dict[str, float]:
     again = model.remat == "full"
     if "M" in model.all_kinds():
         width, f = moe.latent_dim or model.dim, moe.ffn_dim / fold.degree("etp")
-        sent = sizes.tokens / sizes.pieces * moe.top_k * width
+        sent = sizes.sent * width
         # Rows' gradients in, rows' gradients out; both halves' gradients; sent and their zeros.
         rows = sizes.received * (2 * width + 3 * f + again * (width + f))
         found["dispatch and experts"] = item * (rows + 2 * sent)

@@ -17,7 +17,7 @@ from moejax.model.stack import REMAT
 from moejax.plan import cost
 from moejax.plan.analytic.events import events
 from moejax.plan.analytic.setup import Setup
-from moejax.plan.estimate import Memory, estimate, room
+from moejax.plan.estimate import Memory, estimate, refuse_unknown, room
 from moejax.plan.hardware import Cluster
 from moejax.plan.plans import Plan, make_plan
 from moejax.plan.resting import check_divides
@@ -63,6 +63,7 @@ def price(config: Config, cluster: Cluster, num_gpus: int) -> cost.Timeline:
 
 def analytic_plan(config: Config, cluster: Cluster, num_gpus: int) -> Plan:
     """Returns the plan of a config, without a compile. Raises ValueError where it cannot run."""
+    refuse_unknown(config)
     fold = config.fold_over(num_gpus)
     check_divides(config, fold)
     setup = Setup.of(config, num_gpus)
@@ -126,8 +127,10 @@ def search(
     """Returns what there is for `base` on so many GPUs; `worst_case`: where the step that runs an
     overflowed batch again fits as well.
 
-    Where nothing fits, `ranked` is empty and `smallest` says how near it came.
+    Where nothing fits, `ranked` is empty and `smallest` says how near it came. Raises ValueError
+    as `refuse_unknown` does.
     """
+    refuse_unknown(base)
     counts: Counter[str] = Counter()
     fitting: list[tuple[Config, Memory]] = []
     smallest: tuple[Config, Memory] | None = None

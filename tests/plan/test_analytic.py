@@ -135,6 +135,26 @@ def test_a_fused_dispatch_sends_a_token_once_to_each_domain():
         assert work.group == group
 
 
+def test_a_hierarchical_dispatch_crosses_once_to_a_node_and_then_once_to_a_gpu():
+    """As above, 8 nodes of 8; of the 32 GPUs in reach a copy stays on one in 8. Back: the inner hop
+    first."""
+    setup = Setup(V3, 256, 8192, pp=4, ep=64, dispatcher="hierarchical")
+    token = 2 * 7168 * 4096
+    hops = [
+        (4 * (1 - (3 / 4) ** 8) * 7 / 8 * token, Group(8, 1)),
+        (32 * (1 - (31 / 32) ** 8) * 7 / 8 * token, Group(8, 8)),
+    ]
+    works = [w for w, _ in flat(events(setup, H100)) if w.phase == "forward"]
+    for role, expected in (("ep dispatch", hops), ("ep combine", hops[::-1])):
+        found = [w for w in works if w.role == role][:2]
+        assert [w.wire for w in found] == pytest.approx([wire for wire, _ in expected])
+        assert [w.group for w in found] == [group for _, group in expected]
+    (only,) = {
+        w.group for w, _ in flat(events(setup, GB200)) if w.role in ("ep dispatch", "ep combine")
+    }
+    assert only == Group(64, 64), "inside one domain there is one hop"
+
+
 def test_bytes_of_zero():
     """Of Qwen3-30B: what dp shares, and the experts, an eighth of them on each GPU."""
     dense = 48 * (2048 * (4096 + 2 * 512) + 4096 * 2048 + 2048 * 128) + 2 * 151936 * 2048

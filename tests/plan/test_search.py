@@ -225,3 +225,17 @@ def test_advice_believes_the_compiler(failing):
     worse = replace(failing, memory=scaled(failing.memory, 1.2), compiled=True)
     found = ways(worse)
     assert found and all(1.2 * way.memory.total <= room(way.cluster) for way in found)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "dp"),
+    [("parallel.pp", 2, 2), ("parallel.cp", 2, 2), ("parallel.schedule", "merged", 4)],
+)
+def test_what_the_analytic_plan_does_not_know_is_refused(name, value, dp):
+    """And gets no advice by its estimate, where the compiled plan does not fit."""
+    known = analytic_plan(changed(base(), {"parallel.dp": 4}), H100, 4)
+    config = changed(base(), {"parallel.dp": dp, name: value})
+    for ask in (analytic_plan, search.search):
+        with pytest.raises(ValueError, match=f"does not know {name}={value!r}"):
+            ask(config, H100, 4)
+    assert not ways(replace(known, config=config))

@@ -140,6 +140,11 @@ def _travel(made: Made, name: str, width: float, *tags: str, again=True) -> None
     elif setup.dispatcher == "fused":
         wire, seen = _fused(moe, token, group)
         made.exchange(name, "fused_all_to_all", role, wire, seen, *tags, again=again)
+    elif setup.dispatcher == "hierarchical":
+        hops = _hops(moe, token, group)
+        for wire, seen in hops if name == "dispatch" else hops[::-1]:
+            if seen.size > 1:
+                made.exchange(name, "ragged_all_to_all", role, wire, seen, *tags, again=again)
     else:
         kind = "ragged_all_to_all" if setup.dispatcher == "ragged" else "all_to_all"
         wire = token * moe.top_k * (group.size - 1) / group.size
@@ -149,12 +154,24 @@ def _travel(made: Made, name: str, width: float, *tags: str, again=True) -> None
 def _fused(moe, token: float, group: Group) -> tuple[float, Group]:
     """Returns (bytes sent, to whom) where a token goes once to each GPU that wants it or, across
     domains, once to each domain: a copy's way on inside the domain is the shorter one.
-
-    Of n places that K experts are drawn from, n (1 - (1 - 1/n)^K) are hit.
     """
     domains = group.size // group.local
     places = group.size if domains == 1 else domains
+    wire = token * _hit(moe, places) * (places - 1) / places
+    return wire, Group(places, places if domains == 1 else 1)
+
+
+def _hops(moe, token: float, group: Group) -> list[tuple[float, Group]]:
+    """Returns (bytes sent, to whom) across domains, once to each, and inside, once to each GPU."""
+    domains, inside = group.size // group.local, group.local
+    across = token * _hit(moe, domains) * (domains - 1) / domains
+    spread = token * _hit(moe, group.size) * (inside - 1) / inside
+    return [(across, Group(domains, 1)), (spread, Group(inside, inside))]
+
+
+def _hit(moe, places: int) -> float:
+    """Returns on how many of so many equal places a token's experts are, on average: of
+    n that K experts are drawn from, n (1 - (1 - 1/n)^K)."""
     limits, many = moe.router.num_groups, moe.router.topk_groups
     among = places * many / limits if limits > 1 and places >= limits else places
-    hit = among * (1 - (1 - 1 / among) ** moe.top_k) if among > 1 else 1.0
-    return token * hit * (places - 1) / places, Group(places, places if domains == 1 else 1)
+    return among * (1 - (1 - 1 / among) ** moe.top_k) if among > 1 else 1.0

@@ -8,12 +8,13 @@ import jax.numpy as jnp
 
 from moejax.config import Config
 from moejax.model.config import ModelConfig
+from moejax.plan.estimate import refuse_unknown
 from moejax.plan.hardware import Cluster
 from moejax.plan.operations import Group
 from pallas_kernels.attention import fused
 
 PRECISIONS = ("bfloat16", "fp8", "mxfp8")
-DISPATCHERS = ("all_gather", "all_to_all", "ragged", "fused")
+DISPATCHERS = ("all_gather", "all_to_all", "ragged", "hierarchical", "fused")
 RECOMPUTE = ("full", "norm", "mlp", "shared", "mla_up", "moe_act", "moe", "attend")
 GRAPHS = ("none", "partial", "full")
 SOFTWARE = ("moejax", "megatron")
@@ -95,8 +96,9 @@ class Setup:
     def of(cls, config: Config, num_gpus: int) -> "Setup":
         """Returns the setup of moejax's own train step on so many GPUs.
 
-        Raises ValueError as `config.fold_over` does.
+        Raises ValueError as `config.fold_over` and `refuse_unknown` do.
         """
+        refuse_unknown(config)
         fold, train, model = config.fold_over(num_gpus), config.train, config.model
         dp = fold.degree("dp")
         rows = train.batch_size // (train.microbatches * dp)
@@ -111,7 +113,7 @@ class Setup:
             etp=fold.degree("etp"),
             zero=config.parallel.zero,
             recompute=("full",) if model.remat == "full" else _latents(model),
-            dispatcher=model.moe.dispatch if model.moe.dispatch in DISPATCHERS else "all_gather",
+            dispatcher=_traffic(model.moe.dispatch),
             attention=_attention(config, rows, fold.degree("tp")),
             software="moejax",
         )
@@ -168,6 +170,12 @@ class Setup:
 def _latents(model: ModelConfig) -> tuple[str, ...]:
     attention = model.attention
     return ("mla_up",) if attention.kind == "mla" and attention.mla.recompute_up else ()
+
+
+def _traffic(dispatch: str) -> str:
+    """Returns which of `DISPATCHERS` sends what a dispatcher of the model sends."""
+    alike = {"nvlink": "ragged"}.get(dispatch, dispatch)
+    return alike if alike in DISPATCHERS else "all_gather"
 
 
 def _attention(config: Config, rows: int, tp: int) -> str:
