@@ -22,6 +22,7 @@ from moejax.core import collectives, params
 from moejax.core.mesh import ParallelConfig, fold, make_mesh
 from moejax.core.precision import PrecisionConfig
 from moejax.core.sharding import COMPUTE, is_dims, specs, to_compute
+from moejax.data.context import order_tokens
 from moejax.model import balance
 from moejax.model.attention.gqa import AttentionConfig
 from moejax.model.moe import MoE, MoEConfig
@@ -44,6 +45,12 @@ PLACES = {
     "tp8-etp8": (dict(tp=8, etp=8, zero=0), "all_gather"),
 }
 EVERYWHERE = [(name, remat) for name in PLACES for remat in ("none", "full")]
+# Rows split over cp, for cases of its own.
+SPLIT = {
+    "dp4cp2-ep": (dict(dp=4, cp=2, ep=0, zero=3), "ragged"),
+    "cp4tp2-ep": (dict(cp=4, tp=2, ep=0, zero=1), "all_to_all"),
+}
+SPLIT_AT = [("dp4cp2-ep", "none"), ("cp4tp2-ep", "full")]
 # For what needs a program of its own.
 ONCE = [("alone", "none"), ("alone", "full"), ("dp8-ep", "none"), ("dp4tp2-ep-etp2", "full"),
         ("dp2tp4-ep", "none"), ("tp8-etp8", "full")]  # fmt: skip
@@ -80,7 +87,7 @@ class Place:
 
 def place(name: str, num_experts: int) -> Place:
     """Returns the place of that name for so many experts."""
-    degrees, dispatch = PLACES[name]
+    degrees, dispatch = (PLACES | SPLIT)[name]
     if "ep" in degrees:
         degrees = degrees | {"ep": 4 if num_experts % 4 == 0 else 2}
     return Place(ParallelConfig(**degrees), dispatch)
@@ -158,6 +165,8 @@ class Steps:
         def with_counts(auxes, *rest):
             return shares(auxes, *rest) | {"load_E": train_step.by_layer(auxes, "load_E")}
 
+        if (cp := self.place.parallel.cp) > 1:
+            made = made | {"order": order_tokens(made["segment_ids"], cp)}
         with mock.patch.object(train_step, "_moe_metrics", with_counts):  # read where it is traced
             state, metrics = self.made.step(state, made)
         return state, jax.tree.map(np.asarray, metrics)

@@ -8,7 +8,7 @@ import pytest
 
 from moejax.core.mesh import ParallelConfig
 from moejax.model import experts, moe
-from moejax.model.attention import gqa
+from moejax.model.attention import context
 from moejax.model.transformer import Transformer
 from moejax.train import loss
 from tests.train.folds import LENGTH, ROWS, VOCAB, Case, batches, make_trainer
@@ -74,7 +74,7 @@ def test_arrays_have_the_dims_of_the_table(monkeypatch):
     """On 8 devices: a lowercase letter is the share of one, over the roles of the last column."""
     dp, tp, ep, etp, held = 4, 2, 2, 2, {}
     watch(monkeypatch, Transformer, "embed", held, "_ tokens_bL x_tD")
-    watch(monkeypatch, gqa, "attention", held, "q_blnH k_blgH")
+    watch(monkeypatch, context, "attention", held, "q_blnH k_blgH")
     watch(monkeypatch, moe, "route", held, "logits_tE")
     watch(monkeypatch, experts, "grouped_mlp", held, "_ _ w_out_efD weights_s")
     watch(monkeypatch, experts.Experts, "__call__", held, "_ x_sD _ sizes_e y_sD")
