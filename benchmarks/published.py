@@ -18,8 +18,8 @@ from moejax.model.config import ModelConfig
 from moejax.model.flops import attention_flops, linear_flops_per_token
 from moejax.plan.analytic.events import events
 from moejax.plan.analytic.setup import Setup
-from moejax.plan.cost import simulate
 from moejax.plan.hardware import CLUSTERS
+from moejax.plan.timeline import simulate
 
 RESULTS = Path(__file__).parent / "results" / "published.md"
 LENGTH = 4096

@@ -1,10 +1,12 @@
 """The mixture-of-experts layer: route -> dispatch -> experts -> combine (+ shared expert)."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from moejax.core import params
@@ -18,6 +20,7 @@ from moejax.model.experts import Experts
 from moejax.model.mlp import MLP
 from moejax.model.pieces import in_pieces, num_pieces
 from moejax.model.router import RouterConfig, route
+from moejax.model.stack import LOGITS, TRAVELLED
 from moejax.model.stream import Stream
 from pallas_kernels import linear
 
@@ -182,6 +185,7 @@ class MoE(nnx.Module):
                 sent = dispatcher.dispatch(
                     sent_tD, experts_tK, weights_tK, cfg.num_experts, fold, budget
                 )
+                sent = jax.tree.map(partial(checkpoint_name, name=TRAVELLED), sent)
             y_sD = experts(sent.x_sD, sent.weights_s, sent.sizes_e)
             with jax.named_scope("combine"):
                 y_tD = dispatcher.combine(y_sD, sent.route, fold)
@@ -220,6 +224,7 @@ class MoE(nnx.Module):
         logits_tE = router.logits(seen_tD, self.w_router[...], dtype)
         if cfg.linear_bias:
             logits_tE = logits_tE + self.b_router[...].astype(dtype)[None]
+        logits_tE = checkpoint_name(logits_tE, LOGITS)
         balances = self.cfg.balance
         bias_E = self.bias[...] if balances.biased else None
         table_VK = self.hash_table[...] if cfg.hash_layers else None

@@ -17,7 +17,10 @@ import jax.numpy as jnp
 from jax import lax
 
 Layer = Callable[..., tuple[Any, Any, Any]]
-REMAT = ("none", "full")
+REMAT = ("none", "selective", "full")
+TRAVELLED, LOGITS = "travelled", "logits"
+"""Names of what "selective" saves: rows that came from other devices, with the way back, and the
+router's logits, so that a layer computed again sends nothing and chooses the same experts."""
 
 
 @jax.tree_util.register_static
@@ -60,6 +63,9 @@ def forward(layer: Layer, weights, buffers, x, shared, remat: str):
     if remat == "full":
         (y, aux), choices = run(weights, x)
         return y, aux, choices, (x, choices)
+    if remat == "selective":
+        saves = jax.checkpoint_policies.save_only_these_names(TRAVELLED, LOGITS)
+        run = jax.checkpoint(run, policy=saves, prevent_cse=False)
     (y, aux), vjp, choices = jax.vjp(run, weights, x, has_aux=True)
     return y, aux, choices, strip(vjp, (weights, buffers, shared))
 
@@ -84,7 +90,8 @@ def scan_layers(
     `layer(weights, buffers, x, shared, choices) -> (y, aux, choices)` is pure; its choices are None
     the first time. aux is a tree of floats; x and params get gradients, buffers, shared and choices
     do not. `weights_of(params)` turns one layer's stored parameters into the weights it uses. remat
-    "full" saves x and choices alone and computes the layer again.
+    "full" saves x and choices alone and computes the layer again, "selective" beside x what has one
+    of the names above.
 
     `sums`: gradients of the microbatches before, of the first of a pair of `params`, which then
     gets none. The "gradient" of the sums is the sums with this one's, added in their place.

@@ -152,7 +152,7 @@ class Chunks:
             return collectives.vary(jax.tree.map(make, tree), self.fold.all)
 
         agreed = None
-        if self.remat != "none":
+        if self.remat == "full":
             agreed = tuple(
                 zeros(jnp.zeros(kind.num_moe, jnp.float32), self.num_micro + 1, n)
                 for kind, n in zip(self.kinds, slots, strict=True)
@@ -289,7 +289,7 @@ class Chunks:
     def _no_backward(self, k: int):
         probe = jnp.zeros(self.kinds[k].num_moe, jnp.float32)
         unit = jax.tree.map(lambda a: jnp.zeros(a.shape[1:], a.dtype), self.params[k])
-        return unit, (probe if self.remat != "none" else None)
+        return unit, (probe if self.remat == "full" else None)
 
     def _inputs(self, k: int, place: Place, made: Pass, before):
         """Returns (stored parameters with the probe, buffers with Inputs) of a unit."""
@@ -304,7 +304,7 @@ class Chunks:
         if made.given_NtK is not None and kind.num_moe:
             given = lax.dynamic_slice_in_dim(made.given_NtK, place.layer, kind.num_moe)
         probe = None
-        if self.remat != "none":
+        if self.remat == "full":
             probe = collectives.vary(jnp.zeros(kind.num_moe, jnp.float32), self.fold.all)
         return (params, (probe, None)), (buffers, Inputs(place.layer, given, None))
 

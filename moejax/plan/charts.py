@@ -6,10 +6,10 @@ Colours are CSS variables of the page, so that one drawing serves light and dark
 from collections.abc import Sequence
 from html import escape
 
-from moejax.plan.cost import LANES, Span, Timeline
 from moejax.plan.estimate import KINDS
 from moejax.plan.operations import ATTENTION, COLLECTIVE, GEMM, GROUPED, HOST, IDLE, MEMORY
 from moejax.plan.plans import Plan, exposed, label
+from moejax.plan.timeline import LANES, Span, Timeline
 from moejax.train.report.charts import nice_ticks, svg_open
 
 GIB = 2.0**30

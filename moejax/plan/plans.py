@@ -9,10 +9,11 @@ from collections.abc import Iterable, Iterator
 
 from moejax.config import Config
 from moejax.model.flops import attention_flops, linear_flops_per_token
-from moejax.plan.cost import Timeline, seconds, simulate
+from moejax.plan.cost import seconds
 from moejax.plan.estimate import Memory, room
 from moejax.plan.hardware import Cluster
 from moejax.plan.operations import COLLECTIVE, HOST, IDLE, MEMORY, Done, Event, Loop, Work
+from moejax.plan.timeline import Timeline, simulate
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,6 @@ from typing import Any
 
 from moejax.config import Config
 from moejax.model.stack import REMAT
-from moejax.plan import cost
 from moejax.plan.analytic.events import events
 from moejax.plan.analytic.setup import Setup
 from moejax.plan.estimate import Memory, estimate, refuse_unknown, room
@@ -22,6 +21,7 @@ from moejax.plan.hardware import Cluster
 from moejax.plan.plans import Plan, make_plan
 from moejax.plan.resting import check_divides
 from moejax.plan.settings import changed
+from moejax.plan.timeline import Timeline, simulate
 
 MOST_ROWS = 64
 """Rows of a microbatch on one GPU: more fill no kernel better."""
@@ -55,10 +55,10 @@ class Found:
     """How many candidates there were, by what became of them."""
 
 
-def price(config: Config, cluster: Cluster, num_gpus: int) -> cost.Timeline:
+def price(config: Config, cluster: Cluster, num_gpus: int) -> Timeline:
     """Returns the analytic Timeline of moejax's own step."""
     setup = Setup.of(config, num_gpus)
-    return cost.simulate(events(setup, cluster), cluster)
+    return simulate(events(setup, cluster), cluster)
 
 
 def analytic_plan(config: Config, cluster: Cluster, num_gpus: int) -> Plan:

@@ -93,7 +93,7 @@ def sum_micro_grads(
             return micro_loss(model, micro, count, draw, further, mtp_coeff)
 
         probe_N = None
-        if cfg.remat != "none" and (layers := cfg.all_kinds().count("M")):
+        if cfg.remat == "full" and (layers := cfg.all_kinds().count("M")):
             probe_N = collectives.vary(jnp.zeros(layers, jnp.float32), fold.all)
         others = {name: w for name, w in weights.items() if name not in scanned}
         in_scans = {name: sums[name] for name in scanned}

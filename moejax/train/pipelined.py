@@ -149,7 +149,7 @@ class Tail:
         self.accum, self.mtp_coeff, self.fold = accum, mtp_coeff, micros.layout.fold
         self.grad = jax.value_and_grad(self.loss, argnums=(0, 1, 2), has_aux=True)
         cfg, self.probe_N = micros.model.cfg, None
-        if cfg.remat != "none" and cfg.mtp_depth and cfg.mtp_kind.upper() == "M":
+        if cfg.remat == "full" and cfg.mtp_depth and cfg.mtp_kind.upper() == "M":
             probe_N = jnp.zeros(cfg.all_kinds().count("M"), jnp.float32)
             self.probe_N = collectives.vary(probe_N, self.fold.all)
 

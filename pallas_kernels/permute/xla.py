@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.permute.reference import num_rows
+from pallas_kernels.pick import target
 
 
 def _take(x, index):
@@ -85,6 +86,11 @@ def _unpermute_backward(residuals, dy_TD):
 unpermute.defvjp(_unpermute_forward, _unpermute_backward)
 
 
+def search() -> str:
+    """Returns jnp.searchsorted's method: on a GPU, halving is a loop of tiny kernels."""
+    return "compare_all" if target().platform == "gpu" else "scan"
+
+
 def sort_slots(experts_TK, num_experts, row_multiple):
     """See the package. One stable sort by expert gives the order, and a second one its inverse.
 
@@ -96,7 +102,7 @@ def sort_slots(experts_TK, num_experts, row_multiple):
     expert_S, order_S = lax.sort((experts_TK.reshape(-1), slot_S), num_keys=1, is_stable=True)
     _, place_S = lax.sort((order_S, slot_S), num_keys=1, is_stable=False)
     ids_E = jnp.arange(num_experts + 1, dtype=experts_TK.dtype)
-    starts_E = jnp.searchsorted(expert_S, ids_E).astype(jnp.int32)
+    starts_E = jnp.searchsorted(expert_S, ids_E, method=search()).astype(jnp.int32)
     starts_E, sizes_E = starts_E[:-1], starts_E[1:] - starts_E[:-1]
     if row_multiple == 1:
         tokens_S = jnp.where(expert_S < num_experts, order_S // K, -1)
@@ -108,7 +114,7 @@ def sort_slots(experts_TK, num_experts, row_multiple):
     here_TK = experts_TK < num_experts
     rows_TK = place_S.reshape(T, K) + moved_E.at[experts_TK].get(mode="clip")
     row_S = lax.iota(jnp.int32, num_rows(T * K, num_experts, row_multiple))
-    group_S = jnp.searchsorted(ends_E, row_S, side="right").astype(jnp.int32)
+    group_S = jnp.searchsorted(ends_E, row_S, side="right", method=search()).astype(jnp.int32)
     from_S = row_S - moved_E.at[group_S].get(mode="clip")
     # Rows past the last group are measured by it, and lie behind its end.
     inside_S = from_S < (starts_E + sizes_E).at[group_S].get(mode="clip")

@@ -59,7 +59,7 @@ def unrolled(stored, x, buffers, shared):
     return x, jax.tree.map(lambda *a: jnp.stack(a), *auxes), {}
 
 
-@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("remat", ["none", "selective", "full"])
 def test_gradients_equal_those_of_an_unrolled_loop(remat):
     stored, buffers, x, shared = toy_inputs()
 
@@ -73,7 +73,7 @@ def test_gradients_equal_those_of_an_unrolled_loop(remat):
         assert max_relative_error(mine, expected) < 2e-6
 
 
-@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("remat", ["none", "selective", "full"])
 def test_sums_get_the_gradients_added(remat):
     """Of two scans that differ in the sums alone; what stands beside the weights gets its own."""
     stored, buffers, x, shared = toy_inputs()
@@ -198,5 +198,5 @@ def test_eight_layers_hold_no_copy_of_the_weights():
 
 
 def test_remat_is_checked():
-    with pytest.raises(ValueError, match="model.remat='some': choose from none, full"):
+    with pytest.raises(ValueError, match="model.remat='some': choose from none, selective, full"):
         ModelConfig(remat="some")

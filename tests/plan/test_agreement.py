@@ -12,9 +12,9 @@ from moejax.core.mesh import ParallelConfig
 from moejax.plan import compile
 from moejax.plan.analytic.events import events
 from moejax.plan.analytic.setup import Setup
-from moejax.plan.cost import Timeline, simulate
 from moejax.plan.hardware import CLUSTERS
 from moejax.plan.reader import program
+from moejax.plan.timeline import Timeline, simulate
 from tests.plan import folds
 
 pytestmark = pytest.mark.deviceless

@@ -11,9 +11,9 @@ from moejax.core.mesh import ParallelConfig
 from moejax.model.flops import attention_flops, linear_flops_per_token
 from moejax.plan.analytic.events import events
 from moejax.plan.analytic.setup import Setup
-from moejax.plan.cost import simulate
 from moejax.plan.hardware import CLUSTERS
 from moejax.plan.operations import ATTENTION, COLLECTIVE, IDLE, Group, Loop, Run, Start
+from moejax.plan.timeline import simulate
 from tests.plan import folds
 
 H100, B200, GB200 = (CLUSTERS[name] for name in ("h100", "b200", "gb200"))

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from moejax.plan import cost
-from moejax.plan.cost import Key, seconds, simulate
+from moejax.plan.cost import seconds
 from moejax.plan.hardware import CLUSTERS
 from moejax.plan.operations import (
     ATTENTION,
@@ -22,6 +22,7 @@ from moejax.plan.operations import (
     Start,
     Work,
 )
+from moejax.plan.timeline import Key, simulate
 
 H100, B200, GB200, GB300 = (CLUSTERS[name] for name in ("h100", "b200", "gb200", "gb300"))
 US = 1e-6
@@ -229,6 +230,19 @@ def test_lanes_are_in_order_and_apart():
     both = simulate((Start(send(1.0), "a"), Run(send(0.5))), H100)  # waits for its lane
     assert both.seconds == pytest.approx(1.5)
     assert sum(both.exposed.values()) == pytest.approx(1.5)
+
+
+def test_streams_share_a_link():
+    """Two on one link take turns: 1 s and 0.1 s end at 1.1 and 0.2; over NVLink one goes alone."""
+    events = (Start(send(1.0), "a"), Start(send(0.1), "b"), Done("b"), Done("a"))
+    assert simulate(events, H100, 2).seconds == pytest.approx(1.1)
+    first = simulate((*events[:3], Run(busy(0.5)), Done("a")), H100, 2)
+    assert sum(first.exposed.values()) == pytest.approx(0.2 + 0.9 - 0.5 / 0.8)
+    near = Work("near", COLLECTIVE, collective="permute", role="tp", wire=1e9, group=Group(2, 2))
+    alone = seconds(near, H100)
+    both = simulate((Start(send(1.0), "a"), Start(near, "b"), Done("b")), H100, 2)
+    assert both.seconds == pytest.approx(alone)
+    assert simulate((Start(send(1.0), "a"), Start(near, "b"), Done("b")), H100).seconds > 1
 
 
 def test_loops_multiply():

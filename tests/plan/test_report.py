@@ -14,7 +14,6 @@ from configs import deepseek_v3
 from moejax.plan import page, report
 from moejax.plan.advice import ways
 from moejax.plan.charts import GIB, LABEL, RIGHT, WIDTH, layer_pair, waterfall
-from moejax.plan.cost import simulate
 from moejax.plan.estimate import Memory
 from moejax.plan.hardware import CLUSTERS
 from moejax.plan.operations import (
@@ -33,6 +32,7 @@ from moejax.plan.operations import (
 from moejax.plan.plans import Plan, exposed, make_plan, model_flops, traffic
 from moejax.plan.search import analytic_plan
 from moejax.plan.settings import changed
+from moejax.plan.timeline import simulate
 from moejax.train import units
 from tests.plan import folds
 

@@ -10,12 +10,12 @@ from moejax.config import REPOSITORY, Config, load_recipe
 from moejax.plan import search
 from moejax.plan.__main__ import options, target
 from moejax.plan.advice import ways
-from moejax.plan.cost import Timeline
 from moejax.plan.estimate import Memory, estimate, room
 from moejax.plan.hardware import CLUSTERS
 from moejax.plan.plans import Plan
 from moejax.plan.search import Found, analytic_plan, candidates, confirm, distinct, divisors
 from moejax.plan.settings import changed, differences, flags, recipe_text, write_recipe
+from moejax.plan.timeline import Timeline
 from tests.plan import folds
 
 H100 = CLUSTERS["h100"]

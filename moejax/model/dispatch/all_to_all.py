@@ -18,6 +18,7 @@ from moejax.model.dispatch.base import (
     Dispatcher,
     Sorted,
     arrive,
+    experts_of,
     row_weights,
     rows_from_each,
     unsort_rows,
@@ -40,7 +41,7 @@ def _blocks(experts_tK, num_experts: int, num_ranks: int, capacity: int):
     nowhere_tK = (slots_tK < 0) | (slots_tK - starts_r[rank_tK] >= capacity)
     order = Sorted(tokens_rc.reshape(-1), jnp.where(nowhere_tK, -1, sent_tK))
     ends_E = jnp.cumsum(sizes_E, dtype=jnp.int32)
-    expert_rc = jnp.searchsorted(ends_E, row_rc, side="right").astype(jnp.int32)
+    expert_rc = experts_of(ends_E, row_rc)
     ids_rc = jnp.where(filled_rc, expert_rc % num_local, num_local)
     return order, ids_rc.reshape(-1), jnp.maximum(sizes_r - capacity, 0).sum()
 

@@ -61,6 +61,14 @@ def row_weights(weights_tK: Float[Array, "t K"], order: Sorted) -> Float[Array, 
     return jnp.where(mine_sK, weights_sK, 0.0).sum(axis=1)
 
 
+def experts_of(ends_E: Int[Array, " E"], rows: Int[Array, "..."]) -> Int[Array, "..."]:
+    """Returns the experts whose sorted rows these are, where each expert's end there; E past all.
+
+    Written as E comparisons a row: the search that halves is a loop of tiny kernels on a GPU.
+    """
+    return jnp.searchsorted(ends_E, rows, side="right", method="compare_all").astype(jnp.int32)
+
+
 def sort_rows(
     x_tD: Float[Array, "t D"],
     experts_tK: Int[Array, "t K"],

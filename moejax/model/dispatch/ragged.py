@@ -21,6 +21,7 @@ from moejax.model.dispatch.base import (
     Dispatcher,
     Sorted,
     arrive,
+    experts_of,
     row_weights,
     rows_from_each,
     unsort_rows,
@@ -101,7 +102,7 @@ def dispatch(
     there, back, overflow = tables(sizes_r, rows, fold["ep"])
     row_s = jnp.arange(tokens_s.shape[0], dtype=jnp.int32)
     ends_E = jnp.cumsum(sizes_E, dtype=jnp.int32)
-    expert_s = jnp.searchsorted(ends_E, row_s, side="right").astype(jnp.int32)
+    expert_s = experts_of(ends_E, row_s)
     weights_s, ids_s = row_weights(weights_tK, sent), expert_s % num_local
     came = transport.send(x_tD, sent, weights_s, ids_s, num_local, there, back, rows, fold)
     x_rD, weights_r, ids_r = (collectives.all_gather(a, etp) for a in came)

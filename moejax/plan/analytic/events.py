@@ -23,7 +23,6 @@ from moejax.plan.analytic.weights import (
     reduce_once,
     update,
 )
-from moejax.plan.cost import simulate
 from moejax.plan.hardware import Cluster
 from moejax.plan.operations import (
     COLLECTIVE,
@@ -36,6 +35,7 @@ from moejax.plan.operations import (
     Start,
     Work,
 )
+from moejax.plan.timeline import simulate
 
 LAUNCHED = 33e-6
 """Seconds that the GPU waits for each kernel that the host launches behind a dropless dispatch,
