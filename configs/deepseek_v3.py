@@ -5,8 +5,8 @@
 
 Source: config.json of DeepSeek-V3 (R1 has the same); rates, batch and initialisation of its
 technical report (section 4.2). Published by Megatron-Bridge, tokens/s a GPU: on 1,024 H100s (TP 2,
-PP 8, EP 64, FP8) 1,297; on 256 GB200s (PP 4, EP 64, BF16) 3,139. The folds here have no stages: the
-weights rest over all devices.
+PP 8, EP 64, FP8) 1,297; on 256 GB200s (PP 4, EP 64, BF16) 3,139. Folds without
+stages rest the weights over all devices; those named pp.. have the stages of the published rows.
 """
 
 from dataclasses import replace
@@ -117,4 +117,34 @@ def v3_gb300x256() -> Config:
         name="deepseek_v3_gb300x256",
         parallel=ParallelConfig(dp=256, ep=64, zero=3),
         train=replace(base.train, batch_size=4096, microbatches=1),
+    )
+
+
+def v3_pp8_h100x1024() -> Config:
+    """V3 on 1,024 H100s by the published fold and batch: eight ranks of four stages each, forward
+    and backward merged so that the all-to-alls run under compute."""
+    base = v3()
+    moe = replace(base.model.moe, dispatch="hierarchical", budget=1.25)
+    return replace(
+        base,
+        name="deepseek_v3_pp8_h100x1024",
+        model=replace(base.model, moe=moe, remat="selective"),
+        parallel=ParallelConfig(
+            dp=64, tp=2, pp=8, vpp=4, schedule="merged", ep=64, node=8, zero=1
+        ),
+        train=replace(base.train, batch_size=8192, microbatches=128),
+    )
+
+
+def v3_pp4_gb200x256() -> Config:
+    """V3 on 256 GB200s by the published fold and batch: four ranks of four stages each, merged."""
+    base = v3()
+    return replace(
+        base,
+        name="deepseek_v3_pp4_gb200x256",
+        model=replace(
+            base.model, moe=replace(base.model.moe, budget=1.25), remat="selective"
+        ),
+        parallel=ParallelConfig(dp=64, pp=4, vpp=4, schedule="merged", ep=64, zero=1),
+        train=replace(base.train, batch_size=8192, microbatches=128),
     )

@@ -6,8 +6,8 @@
 Source: config.json of Qwen3-30B-A3B and of Qwen3-235B-A22B; their training settings are not
 published, those here are usual. Published by Megatron-Bridge, tokens/s a GPU: 30B on 16 H100s
 (EP 16, FP8) 8,826; on 8 GB200s (EP 8, MXFP8) 39,936; 235B on 256 H100s (TP 2, PP 8, EP 32, FP8)
-1,712; on 256 GB200s (PP 8, EP 32, BF16) 4,916. The folds here have no stages: the weights rest over
-all devices.
+1,712; on 256 GB200s (PP 8, EP 32, BF16) 4,916. Folds without stages rest the weights over all
+devices; those named pp.. have the stages of the published rows.
 """
 
 from dataclasses import replace
@@ -113,4 +113,33 @@ def qwen3_235b_a22b_gb200x256() -> Config:
         name="qwen3_235b_a22b_gb200x256",
         parallel=ParallelConfig(dp=256, ep=32, zero=3),
         train=replace(base.train, batch_size=8192, microbatches=32),
+    )
+
+
+def qwen3_235b_a22b_pp8_h100x256() -> Config:
+    """The 235B on 256 H100s by the published fold and batch: eight ranks of four stages each,
+    forward and backward merged so that the all-to-alls run under compute."""
+    base = qwen3_235b_a22b()
+    moe = replace(base.model.moe, dispatch="hierarchical", budget=1.25)
+    return replace(
+        base,
+        name="qwen3_235b_a22b_pp8_h100x256",
+        model=replace(base.model, moe=moe, remat="selective"),
+        parallel=ParallelConfig(
+            dp=16, tp=2, pp=8, vpp=4, schedule="merged", ep=32, node=8, zero=1
+        ),
+        train=replace(base.train, batch_size=2048, microbatches=128),
+    )
+
+
+def qwen3_235b_a22b_pp8_gb200x256() -> Config:
+    """The 235B on 256 GB200s by the published fold and batch (PP 8, VPP 3, EP 32), merged."""
+    base = qwen3_235b_a22b()
+    moe = replace(base.model.moe, dispatch="ragged", budget=1.25)
+    return replace(
+        base,
+        name="qwen3_235b_a22b_pp8_gb200x256",
+        model=replace(base.model, moe=moe, remat="selective"),
+        parallel=ParallelConfig(dp=32, pp=8, vpp=3, schedule="merged", ep=32, zero=1),
+        train=replace(base.train, batch_size=8192, microbatches=256),
     )

@@ -13,6 +13,7 @@ import jax  # noqa: E402
 
 from moejax import config as configuration  # noqa: E402
 from moejax.core import host, job, liveness  # noqa: E402
+from moejax.plan import guide  # noqa: E402
 from moejax.train import checkpoint, loop, setup  # noqa: E402
 
 USAGE = f"""{__doc__}
@@ -44,16 +45,19 @@ def main(arguments: list[str]) -> int:
     # ends the others too.
     with liveness.Peers() as peers:
         try:
-            run = prepare(arguments, num_processes, peers)
+            config, run = prepare(arguments, num_processes, peers)
         except (ValueError, FileNotFoundError) as error:
             print(f"error: {error}", file=sys.stderr)
             return peers.refuse(error)
-        loop.train(run)
+        loop.train(run, guide.compiler(config, setup.cache_dir(config) / "xla"))
     return 0
 
 
-def prepare(arguments: list[str], num_processes: int, peers: liveness.Peers) -> setup.Run:
-    """Returns the run that the arguments ask for; raises as `parse` and `setup.prepare` do."""
+def prepare(arguments: list[str], num_processes: int, peers: liveness.Peers):
+    """Returns (the configuration, the run) that the arguments ask for.
+
+    Raises as `parse` and `setup.prepare` do.
+    """
     config = configuration.parse(arguments)
     peers.way_on = lambda: checkpoint.way_on(config.run_dir)
     # Where the devices are CPUs, there are as many as the fold asks for: all simulated.
@@ -62,7 +66,7 @@ def prepare(arguments: list[str], num_processes: int, peers: liveness.Peers) -> 
         jax.config.update("jax_num_cpu_devices", simulated)
     if jax.default_backend() == "cpu":
         host.keep_freed_memory()
-    return setup.prepare(config)
+    return config, setup.prepare(config)
 
 
 if __name__ == "__main__":

@@ -61,6 +61,16 @@ def of_first(value: int) -> int:
     return int(multihost_utils.broadcast_one_to_all(np.int32(value)))
 
 
+def text_of_first(text: str) -> str:
+    """Returns the first process's text, on all."""
+    if jax.process_count() == 1:
+        return text
+    mine = np.frombuffer(text.encode(), np.uint8)
+    sent = np.zeros(of_first(len(mine)), np.uint8)
+    sent[: len(mine)] = mine[: len(sent)]
+    return bytes(np.asarray(multihost_utils.broadcast_one_to_all(sent))).decode()
+
+
 def share_of(sharding: NamedSharding, num_rows: int) -> tuple[int, int]:
     """Returns (index, count): this process holds part `index` of `count` equal parts of dim 0.
 

@@ -32,6 +32,7 @@ from jax.sharding import Mesh
 
 from moejax.config import REPOSITORY, Config
 from moejax.core.mesh import make_mesh
+from moejax.plan import guide
 from moejax.plan.hardware import Cluster
 from moejax.train import setup
 from pallas_kernels import deviceless
@@ -156,7 +157,8 @@ def key(config: Config, cluster: Cluster, num_gpus: int, worst_case: bool) -> st
     hashed = hashlib.sha256(says.encode())
     for place in ("moejax", "pallas_kernels"):
         for path in sorted((REPOSITORY / place).rglob("*")):
-            if path.suffix in (".py", ".json") and "plan" not in path.relative_to(REPOSITORY).parts:
+            planner = "plan" in path.relative_to(REPOSITORY).parts and guide.streams(config) == 1
+            if path.suffix in (".py", ".json") and not planner:
                 hashed.update(path.read_bytes())
     hashed.update(Path(__file__).read_bytes())
     return f"{config.name}-{cluster.name}x{num_gpus}-{hashed.hexdigest()[:16]}"
@@ -250,7 +252,12 @@ def main(work: Path) -> None:
         "xla_dump_to": str(dump), "xla_dump_hlo_as_text": True, "xla_dump_hlo_as_proto": False,
     }  # fmt: skip
     print("compile", flush=True)
-    compiled = lowered.compile(deviceless.COMPILER_OPTIONS | options)
+    own = dict(deviceless.COMPILER_OPTIONS)
+    if guide.streams(config) > 1 and not worst_case:
+        first = lowered.compile(own | guide.OPTIONS)
+        print("compile again, by the price of each instruction", flush=True)
+        own |= guide.priced(first, config, cluster, num_gpus, work)
+    compiled = lowered.compile(own | options)
     seconds["compile"] = time.monotonic() - began
     memory = compiled.memory_analysis()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -11,6 +11,7 @@ from moejax.config import Config
 from moejax.model.flops import attention_flops, linear_flops_per_token
 from moejax.plan.cost import seconds
 from moejax.plan.estimate import Memory, room
+from moejax.plan.guide import streams
 from moejax.plan.hardware import Cluster
 from moejax.plan.operations import COLLECTIVE, HOST, IDLE, MEMORY, Done, Event, Loop, Work
 from moejax.plan.timeline import Timeline, simulate
@@ -94,7 +95,7 @@ def make_plan(
 ) -> Plan:
     """Returns the plan of those events, played on the cluster."""
     events = tuple(events)
-    timeline = simulate(events, cluster)
+    timeline = simulate(events, cluster, streams(config))
     return Plan(config.name, config, cluster, num_gpus, memory, timeline, events)
 
 

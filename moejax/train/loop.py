@@ -10,6 +10,7 @@ worst case.
 """
 
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from itertools import islice
@@ -37,15 +38,18 @@ from moejax.train.watchdog import Watchdog
 PROMPT = "def "
 
 
-def train(run: Run) -> int:
-    """Trains to the end, or until SIGTERM; returns the step it stopped after.
+def train(
+    run: Run, compile_step: Callable[[Any], Any] = lambda lowered: lowered.compile()
+) -> int:
+    """Trains to the end, or until SIGTERM; returns the step it stopped after. `compile_step` makes
+    a compiled step of the lowered one.
 
     Writes metrics, checkpoints, and at the end the sample, `facts.json` and the report.
     """
     started, config = time.monotonic(), run.config
     folder, steps = config.run_dir, config.train.steps
     first, agree = cluster.is_first(), cluster.Agreement() if jax.process_count() > 1 else None
-    compiled = run.train_step.lower(run.state, run.abstract_batch()).compile()
+    compiled = compile_step(run.train_step.lower(run.state, run.abstract_batch()))
     cluster.meet("compiled")
     facts = _facts(run, compiled.memory_analysis())
     console = Console(highlight=False, quiet=not first)

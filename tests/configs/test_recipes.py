@@ -16,6 +16,7 @@ from moejax.convert import hf
 from moejax.core import params
 from moejax.model.flops import attention_flops, inactive_params, linear_flops_per_token
 from moejax.model.transformer import Transformer
+from moejax.parallel.stages import pipeline_of
 from moejax.train.optimizer import decay_mask, make_optimizer, make_schedule
 from moejax.train.state import plan_state
 from tests.configs.published import PUBLISHED
@@ -68,7 +69,9 @@ def layout_of(key):
     steps = config.train.steps
     optimizer = make_optimizer(config.optimizer, steps, decay_mask(params.dims_of(model)[0]))
     mesh = AbstractMesh(tuple(sizes), tuple(names))
-    return plan_state(config.model, optimizer, fold, mesh, parallel.zero, config.precision)
+    pipeline = pipeline_of(parallel, config.model)
+    zero = parallel.zero
+    return plan_state(config.model, optimizer, fold, mesh, zero, config.precision, pipeline)
 
 
 @pytest.mark.parametrize("key", ALL, ids="/".join)

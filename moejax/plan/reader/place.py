@@ -87,7 +87,7 @@ def role_of(kind: str, path: str, axes: tuple[str, ...], small: bool) -> str:
     if kind == "reduce_scatter":
         return "tp reduce" if tp else "zero reduce"
     if kind == "permute":
-        return "ring"
+        return "pp" if axes == ("pp",) else "ring"
     if any("transpose(" in piece.replace("transpose(jvp(loss))", "") for piece in pieces):
         return "tp sum" if tp else "gradient sum"
     if tp and phase_of(path) != "update":

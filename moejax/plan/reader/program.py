@@ -47,6 +47,8 @@ class Program:
     """FLOPs by name that XLA's own rematerialisation computes a second time, short of memory."""
     notes: tuple[str, ...]
     """What the program leaves open, and how it was taken."""
+    by_instruction: dict[str, tuple[Event, ...]]
+    """What each instruction that takes time does; a loop, or a call, all that is inside."""
 
 
 def balanced_rows(config: Config, num_gpus: int) -> float:
@@ -89,7 +91,8 @@ def read(
     walk = _Walk(module, Reader(module, cluster.domain, rows, seen), window)
     events = walk.events(module.entry, 1, Context())
     notes = [f"experts' rows: {rows:,.0f} a device and microbatch, an even load"] * (rows < 1e18)
-    return Program(events, walk.kernels, walk.again, (*notes, *dict.fromkeys(walk.notes)))
+    notes += dict.fromkeys(walk.notes)
+    return Program(events, walk.kernels, walk.again, tuple(notes), walk.by_instruction)
 
 
 @dataclasses.dataclass
@@ -100,33 +103,38 @@ class _Walk:
     kernels: dict[str, float] = dataclasses.field(default_factory=dict)
     again: dict[str, float] = dataclasses.field(default_factory=dict)
     notes: list[str] = dataclasses.field(default_factory=list)
+    by_instruction: dict[str, tuple[Event, ...]] = dataclasses.field(default_factory=dict)
 
     def events(self, computation: str, times: float, context: Context) -> tuple[Event, ...]:
         """The events of a computation that runs `times` a step."""
         found: list[Event] = []
         for one in self.module.computations[computation]:
-            if one.opcode in SKIPPED:
-                continue
-            if one.opcode == "while":
-                trips = self.trips(one, context)
-                inner = self.reader.places.context(one, context, trips)
-                body = self.events(one.calls, times * trips, inner)
-                found.append(Loop(inner.name or "step", trips, body))
-            elif one.opcode == "call":
-                found += self.events(one.calls, times, context)
-            elif one.opcode == "conditional":
-                found += self.branch(one, times, context)
-            elif one.opcode.endswith("-done"):
-                found.append(Done(one.operands[0]))
-            elif work := self.reader.work(one, context):
-                self.count(one, times)
-                if work.flops and self.reader.again(one):
-                    self.again[work.name] = self.again.get(work.name, 0) + times * work.flops
-                beside = one.opcode.endswith("-start")
-                found.append(Start(work, one.name) if beside else Run(work))
-            elif one.opcode.endswith("-start"):
-                found.append(Start(Work(one.name, MEMORY), one.name))
+            if one.opcode not in SKIPPED:
+                self.by_instruction[one.name] = made = tuple(self.made(one, times, context))
+                found += made
         return tuple(found)
+
+    def made(self, one: hlo.Instruction, times: float, context: Context) -> Iterator[Event]:
+        """The events of an instruction."""
+        if one.opcode == "while":
+            trips = self.trips(one, context)
+            inner = self.reader.places.context(one, context, trips)
+            body = self.events(one.calls, times * trips, inner)
+            yield Loop(inner.name or "step", trips, body)
+        elif one.opcode == "call":
+            yield from self.events(one.calls, times, context)
+        elif one.opcode == "conditional":
+            yield from self.branch(one, times, context)
+        elif one.opcode.endswith("-done"):
+            yield Done(one.operands[0])
+        elif work := self.reader.work(one, context):
+            self.count(one, times)
+            if work.flops and self.reader.again(one):
+                self.again[work.name] = self.again.get(work.name, 0) + times * work.flops
+            beside = one.opcode.endswith("-start")
+            yield Start(work, one.name) if beside else Run(work)
+        elif one.opcode.endswith("-start"):
+            yield Start(Work(one.name, MEMORY), one.name)
 
     def count(self, instruction: hlo.Instruction, times: float) -> None:
         """Counts kernels of ours."""
@@ -260,7 +268,7 @@ class Row:
 def collectives(program: Program) -> list[Row]:
     """Returns the collectives of a step, the most bytes first."""
     found: dict[Row, tuple[float, float, dict[str, float]]] = {}
-    for work, times, beside, inside in _spans(program.events, 1):
+    for work, times, beside, inside in spans_of(program.events, 1):
         alike = Row(work.role, work.collective, work.phase, work.group, beside, 0, 0, ())
         count, wire, sizes = found.setdefault(alike, (0.0, 0.0, {}))
         found[alike] = count + times, wire + times * work.wire, sizes
@@ -276,14 +284,14 @@ def collectives(program: Program) -> list[Row]:
     return sorted(rows, key=lambda row: -row.wire)
 
 
-def _spans(
+def spans_of(
     events: tuple[Event, ...], times: float
 ) -> Iterator[tuple[Work, float, bool, list[Work]]]:
-    """Yields (collective, how often, whether beside, the work inside its span)."""
+    """Yields (collective, how often, whether beside, the work inside its span) of all loops."""
     done = {event.key: at for at, event in enumerate(events) if isinstance(event, Done)}
     for at, event in enumerate(events):
         if isinstance(event, Loop):
-            yield from _spans(event.body, times * event.times)
+            yield from spans_of(event.body, times * event.times)
         elif isinstance(event, Run | Start) and event.work.kind == COLLECTIVE:
             beside = isinstance(event, Start)
             span = events[at + 1 : done.get(event.key, at)] if isinstance(event, Start) else ()
