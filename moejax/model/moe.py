@@ -1,7 +1,6 @@
 """The mixture-of-experts layer: route -> dispatch -> experts -> combine (+ shared expert)."""
 
 import dataclasses
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,7 @@ from moejax.model.experts import Experts
 from moejax.model.mlp import MLP
 from moejax.model.pieces import in_pieces, num_pieces
 from moejax.model.router import RouterConfig, route
-from moejax.model.stack import LOGITS, TRAVELLED
+from moejax.model.stack import LOGITS, travelled
 from moejax.model.stream import Stream
 from pallas_kernels import linear
 
@@ -185,7 +184,8 @@ class MoE(nnx.Module):
                 sent = dispatcher.dispatch(
                     sent_tD, experts_tK, weights_tK, cfg.num_experts, fold, budget
                 )
-                sent = jax.tree.map(partial(checkpoint_name, name=TRAVELLED), sent)
+                rows, weights_s = travelled((sent.x_sD, sent.weights_s))
+                sent = sent._replace(x_sD=rows, weights_s=weights_s)
             y_sD = experts(sent.x_sD, sent.weights_s, sent.sizes_e)
             with jax.named_scope("combine"):
                 y_tD = dispatcher.combine(y_sD, sent.route, fold)

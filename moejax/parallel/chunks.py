@@ -266,6 +266,7 @@ class Chunks:
         at = b.saved * self.per_chunk[k] + place.nth
         return jax.tree.map(lambda a: _nth(a, at), held.saved[k])
 
+    @jax.named_scope("backward")
     def _read(self, k: int, b: Pass | None, place: Place | None, held: Held):
         """Returns (held, held again, what the backward needs), the reading done before anything is
         written: XLA else copies the whole buffer, for it does not see that the slots differ."""
@@ -308,6 +309,7 @@ class Chunks:
             probe = collectives.vary(jnp.zeros(kind.num_moe, jnp.float32), self.fold.all)
         return (params, (probe, None)), (buffers, Inputs(place.layer, given, None))
 
+    @jax.named_scope("forward")
     def _forward(self, k: int, x, place: Place, made: Pass, before):
         """Returns (y, aux with the experts chosen, what the backward needs)."""
         kind = self.kinds[k]
@@ -320,6 +322,7 @@ class Chunks:
         self.trees.setdefault(k, tree)
         return y, auxes, (leaves, before)
 
+    @jax.named_scope("backward")
     def _backward(self, k: int, saved, dy, place: Place, made: Pass):
         """Returns (dx, gradients of the unit's parameters, slots that agreed)."""
         kind, (saved, before) = self.kinds[k], saved
@@ -338,6 +341,7 @@ class Chunks:
     def _outputs(kind: Kind, weights, kept, x, stream):
         return kind.layer(weights, kept, x, stream, None)[1]
 
+    @jax.named_scope("forward")
     def _keep_forward(self, out, f: Pass, place: Place, held: Held):
         x, found = out
         saved, auxes, before = list(held.saved), list(held.auxes), list(held.before)
@@ -356,11 +360,14 @@ class Chunks:
                 before[k] = jax.tree.map(partial(_add, place.slot), before[k], load)
         return x, held._replace(saved=tuple(saved), auxes=tuple(auxes), before=tuple(before))
 
+    @jax.named_scope("backward")
     def _keep_backward(self, out, b: Pass, place: Place, held: Held):
         dx, found = out
         sums, agreed = list(held.sums), held.agreed
         for k, (d_params, slots_M) in found.items():
-            sums[k] = jax.tree.map(partial(_add, place.slot), sums[k], d_params)
+            add = lambda s, d: jax.tree.map(partial(_add, place.slot), s, d)  # noqa: E731
+            mine = place.kind == k if len(found) > 1 else True  # other kinds' are not touched
+            sums[k] = lax.cond(mine, add, lambda s, d: s, sums[k], d_params)
             if agreed is not None:
                 micro = jnp.where(place.kind == k, b.micro, self.num_micro)
                 new = _put_two(micro, place.slot, agreed[k], slots_M)

@@ -167,7 +167,9 @@ def _by_table(every: np.ndarray, micro, run, none, *operands):
         return run(*operands)
     if (every < 0).all():
         return none(*operands)
-    return lax.cond(micro >= 0, run, none, *operands)
+    # The planner reads from the name how often it is taken.
+    with jax.named_scope(f"taken_{(every >= 0).sum()}_of_{len(every)}"):
+        return lax.cond(micro >= 0, run, none, *operands)
 
 
 def _exchange(schedule, part: Row, mine: Row, ends: Ends, fold: Fold, rank, x, dx, carry: Carry):
