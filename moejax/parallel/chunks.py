@@ -208,6 +208,7 @@ class Chunks:
         at = b.saved * self.per_chunk[k] + place.nth
         return jax.tree.map(lambda a: nth(a, at), held.saved[k])
 
+    @jax.named_scope("backward")
     def _read(self, k: int, b: Pass | None, place: Place | None, held: Held):
         """Returns (held, held again, what the backward needs), the reading done before anything is
         written: XLA else copies the whole buffer, for it does not see that the slots differ."""
@@ -239,6 +240,7 @@ class Chunks:
     def _no_probe(units: Units, k: int):
         return jnp.zeros(units.kinds[k].num_moe, jnp.float32) if units.remat == "full" else None
 
+    @jax.named_scope("forward")
     def _keep_forward(self, out, f: Pass, place: Place, held: Held):
         (x, found), fold = out, self.units.fold
         saved, auxes, before = list(held.saved), list(held.auxes), list(held.before)
@@ -257,6 +259,7 @@ class Chunks:
                 before[k] = jax.tree.map(partial(_add, place.slot), before[k], load)
         return x, held._replace(saved=tuple(saved), auxes=tuple(auxes), before=tuple(before))
 
+    @jax.named_scope("backward")
     def _keep_backward(self, out, b: Pass, place: Place, held: Held):
         dx, found = out
         sums, between, agreed = list(held.sums), list(held.between), held.agreed

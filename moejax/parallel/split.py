@@ -8,9 +8,10 @@ computed again) is given by the first part, to be kept. Not kept is what the sec
 (weights, what the forward saved), what follows from weights and stream alone (a weight gathered or
 cast, a mask), and what is a mere view of something else that is kept.
 
-So nothing is computed twice but views and what costs no arithmetic to speak of, with one exception:
-a value that is equal on several devices (the psum of a statistic) is not kept, as buffers hold what
-varies over all axes; the second part makes it again.
+Where cheap arithmetic makes one array of two that would cross (an activation; the sum that is the
+gradient of a norm's scale), the first part does it. So nothing costly is computed twice, with one
+exception: a value that is equal on several devices (the psum of a statistic) is not kept, as
+buffers hold what varies over all axes; the second part makes it again.
 
 Outsiders need: `split`, `Split`.
 """
@@ -33,10 +34,17 @@ CALLS = {
 }
 """Equations that stand for others, which are taken apart one by one; by the name of their body."""
 VIEWS = (
-    "broadcast_in_dim", "convert_element_type", "copy", "expand_dims", "reshape", "slice",
+    "broadcast_in_dim", "convert_element_type", "copy", "expand_dims", "reshape", "slice", "split",
     "squeeze", "transpose",
 )  # fmt: skip
 """What is not worth keeping where what it is made of is no larger."""
+CHEAP = (
+    *VIEWS, "add", "add_any", "and", "div", "eq", "exp", "exp2", "ge", "gt", "integer_pow", "le",
+    "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "one_minus_square",
+    "or", "pow", "reduce_max", "reduce_sum", "rsqrt", "select_n", "sign", "sqrt", "square", "sub",
+    "tanh",
+)  # fmt: skip
+"""What the first part does for the second where less crosses then."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,15 +98,15 @@ def split(function: Callable, known, kept, now, axes: tuple[str, ...]) -> Split:
     first_outs, second_outs = outs[:count], outs[count:]
 
     def part(invars, outvars, eqns, live) -> tuple[Jaxpr, list[bool]]:
-        whole = Jaxpr([], invars, outvars, eqns, jaxpr.effects)
+        names = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
+        whole = Jaxpr([], invars, outvars, eqns, jaxpr.effects, names)
         return dce_jaxpr(whole, [True] * len(outvars), instantiate=live)
 
     every = [*consts, *jaxpr.invars]
     at_once = part(every, first_outs, eqns, True)[0].eqns
-    made = [v for eqn in at_once for v in eqn.outvars]
-    there = {*made, *every} - set(both)
-    later, wanted = _cut(eqns, second_outs, there, set(both), set(free), frozenset(axes))
-    crossing = [v for v in (*jaxpr.invars, *made) if v in wanted]  # every process in this order
+    there = {v for eqn in at_once for v in eqn.outvars} | set(every) - set(both)
+    cut = _Cut(eqns, second_outs, set(both), set(free), frozenset(axes))
+    later, crossing = cut.least(there)
     instantiate = [*(True for _ in both), *(False for _ in crossing)]
     second, used = part([*both, *crossing], second_outs, later, instantiate)
     crossing = [v for v, is_used in zip(crossing, used[len(both) :], strict=True) if is_used]
@@ -136,36 +144,62 @@ def _flatten(jaxpr: Jaxpr) -> tuple[list[JaxprEqn], dict[Var, Any], list]:
     return eqns, consts, walk(jaxpr, {v: v for v in jaxpr.invars}, None)
 
 
-def _cut(eqns, outs, there: set, both: set, free: set, axes) -> tuple[list[JaxprEqn], set]:
-    """Returns (the equations that make `outs` where `both` are given, in order, and the variables
-    of `there` that cross)."""
-    free = set(free)
-    for eqn in eqns:
-        if all(isinstance(v, Literal) or v in free for v in eqn.invars):
-            free.update(eqn.outvars)
+class _Cut:
+    """What crosses from a first part to the second, which has `both` and makes `outs`."""
 
-    def varies(v) -> bool:
-        return v.aval.manual_axis_type.varying == axes
+    def __init__(self, eqns: list[JaxprEqn], outs, both: set, free: set, axes: frozenset):
+        self.eqns, self.both, self.axes = eqns, both, axes
+        self.outs = {v for v in outs if not isinstance(v, Literal)} - both
+        self.free = set(free)
+        for eqn in eqns:
+            if self.free.issuperset(_read(eqn)):
+                self.free.update(eqn.outvars)
 
-    def is_view(eqn: JaxprEqn) -> bool:
-        made_of = [v for v in eqn.invars if not (isinstance(v, Literal) or v in free or v in both)]
-        smaller = sum(map(_num_bytes, made_of)) <= _num_bytes(eqn.outvars[0])
-        return eqn.primitive.name in VIEWS and smaller and all(map(varies, made_of))
+    def least(self, there: set) -> tuple[list[JaxprEqn], list]:
+        """Returns (equations of the second part, variables that cross), both in order, for a first
+        part that makes what is `there`, and of cheap results those by which less crosses."""
+        later, crossing = self.at(there)
+        reach = there | self.both | self.free  # what the first part has, or could cheaply make
+        for eqn in list(later):
+            if eqn.primitive.name not in CHEAP or not reach.issuperset(_read(eqn)):
+                continue
+            reach.update(eqn.outvars)
+            if not self.free.issuperset(eqn.outvars):
+                tried = self.at(there | set(eqn.outvars))
+                if _num_bytes(tried[1]) < _num_bytes(crossing):
+                    there = there | set(eqn.outvars)
+                    later, crossing = tried
+        number = {v: i for i, v in enumerate(v for eqn in self.eqns for v in eqn.outvars)}
+        return later, sorted(crossing, key=lambda v: number.get(v, -1))  # alike in every process
 
-    wanted = {v for v in outs if not isinstance(v, Literal)} - both
-    later, crossing = [], set()
-    for eqn in reversed(eqns):
-        mine = wanted.intersection(eqn.outvars)
-        wanted -= mine
-        if not mine:
-            continue
-        if all(v in there and v not in free and varies(v) for v in mine) and not is_view(eqn):
-            crossing |= mine
-            continue
-        later.append(eqn)
-        wanted |= {v for v in eqn.invars if not isinstance(v, Literal)} - both
-    return later[::-1], crossing | wanted  # `wanted`: what is given to the first part alone
+    def at(self, there: set) -> tuple[list[JaxprEqn], set]:
+        """Returns likewise for a first part that makes what is `there`, and nothing more."""
+        wanted, later, crossing = set(self.outs), [], set()
+        for eqn in reversed(self.eqns):
+            mine = wanted.intersection(eqn.outvars)
+            wanted -= mine
+            if not mine:
+                continue
+            keeps = mine <= there and mine.isdisjoint(self.free) and all(map(self._varies, mine))
+            if keeps and not self._is_view(eqn):
+                crossing |= mine
+                continue
+            later.append(eqn)
+            wanted |= _read(eqn) - self.both
+        return later[::-1], crossing | wanted  # `wanted`: what is given to the first part alone
+
+    def _varies(self, v) -> bool:
+        return v.aval.manual_axis_type.varying == self.axes
+
+    def _is_view(self, eqn: JaxprEqn) -> bool:
+        made_of = _read(eqn) - self.free - self.both
+        smaller = _num_bytes(made_of) <= _num_bytes(eqn.outvars)
+        return eqn.primitive.name in VIEWS and smaller and all(map(self._varies, made_of))
 
 
-def _num_bytes(v) -> int:
-    return v.aval.size * v.aval.dtype.itemsize
+def _read(eqn: JaxprEqn) -> set:
+    return {v for v in eqn.invars if not isinstance(v, Literal)}
+
+
+def _num_bytes(variables) -> int:
+    return sum(v.aval.size * v.aval.dtype.itemsize for v in variables)

@@ -121,6 +121,7 @@ class Units:
             if "moe" in node
         }
 
+    @jax.named_scope("forward")
     def forward(self, k: int, x, place: Place, made: Pass, before):
         """Returns (y, aux with the experts chosen, what the backward needs)."""
         kind = self.kinds[k]
@@ -133,6 +134,7 @@ class Units:
         self.trees.setdefault(k, tree)
         return y, auxes, (leaves, before)
 
+    @jax.named_scope("backward")
     def backward(self, k: int, saved, dy, place: Place, made: Pass):
         """Returns (dx, gradients of the unit's parameters, slots that agreed)."""
         saved, before = saved
@@ -140,6 +142,7 @@ class Units:
         (dx, agreed), d_params = self._pull(k, known, saved, dy)
         return dx, d_params, agreed
 
+    @jax.named_scope("backward")
     def input_backward(self, k: int, saved, dy, place: Place, made: Pass):
         """Returns (dx, what the weight op needs beside, slots that agreed)."""
         saved, before = saved
@@ -149,6 +152,7 @@ class Units:
         (dx, agreed), crossing = self.splits[k].run_first(known, saved, dy)
         return dx, crossing, agreed
 
+    @jax.named_scope("backward")
     def weight_backward(self, k: int, saved, crossing, place: Place, made: Pass):
         """Returns the gradients of the unit's parameters."""
         saved, before = saved
