@@ -13,9 +13,10 @@ from moejax.model import balance
 from moejax.model.context import spread_of
 from moejax.model.stream import Counts, Draw
 from moejax.model.transformer import Transformer
-from moejax.parallel.chunks import Chunks, Kind, Pass, Place
+from moejax.parallel.chunks import Chunks
 from moejax.parallel.pipeline import Ends, play
 from moejax.parallel.stages import Pipeline
+from moejax.parallel.units import Kind, Pass, Place, Units
 from moejax.train.auxes import load_added
 from moejax.train.loss import loss_of, nll_sums
 from moejax.train.state import Layout, TrainState
@@ -122,10 +123,10 @@ def make_chunks(
         own = {name: _cast(model, name, own[name]) for name in names}
     rank = collectives.axis_index(fold["pp"])
     mine = Place(*(jnp.asarray(a)[rank] for a in pipeline.places))
-    return Chunks(
-        kinds, [own[n] for n in names], [buffers.get(n, {}) for n in names],
-        pipeline.places, mine, num_micro, fold, cfg.remat, accum,
-    )  # fmt: skip
+    units = Units(
+        kinds, [own[n] for n in names], [buffers.get(n, {}) for n in names], fold, cfg.remat
+    )
+    return Chunks(units, pipeline.places, mine, num_micro, accum)
 
 
 def _cast(model: Transformer, name: str, weights):
@@ -226,7 +227,7 @@ def pipelined_grads(
     model = layout.model(weights, state.buffers)
     micros = Microbatches(layout, model, batches, totals, key)
     chunks = make_chunks(layout, pipeline, model, len(micros), accum)
-    stacks = [kind.name for kind in chunks.kinds]
+    stacks = [kind.name for kind in chunks.units.kinds]
     others = {name: w for name, w in weights.items() if name not in stacks}
     tail = Tail(micros, others, weights, state, accum, mtp_coeff)
     ends = Ends(micros.make_pass, micros.embed, tail.leave, tail.arrive)

@@ -81,6 +81,8 @@ WINDOWS = (("attention", shrunken(GPT_OSS, 8, 4)), ("pattern", "mM"), ("num_laye
 STAGED = (("num_layers", 5), ("first_k_dense", 1), ("remat", "full"))
 STAGED_MTP = (("num_layers", 5), ("first_k_dense", 1), ("mtp_depth", 1))
 TIED_MTP = (("num_layers", 4), ("tied", True), ("remat", "full"), ("mtp_depth", 1))
+TIED_ALL = (*STAGED, ("tied", True), ("mtp_depth", 1))
+SELECTIVE = (*STAGED_MTP, ("remat", "selective"))
 FOLDS = {
     case.name: case
     for case in (
@@ -109,6 +111,9 @@ FOLDS = {
         _case("pp4dp2-zero1-merged-tied", "all_gather", 4, TIED_MTP, balance=LOSSES, pp=4, schedule="merged", dp=2),  # noqa: E501
         _case("dp4tp2-ep8-zero1-merged", "all_to_all", 4, STAGED_MTP, balance=LOSSES, dp=4, tp=2, ep=8, schedule="merged"),  # noqa: E501
         _case("pp2cp2tp2-ep4-zero3-ring", "all_gather", 4, MLA_LITE, pp=2, cp=2, tp=2, dp=2, ep=4, zero=3, cp_kind="ring"),  # noqa: E501
+        _case("pp2dp2tp2-ep4-zero3-zb", "all_to_all", 4, STAGED, balance=LOSSES, pp=2, dp=2, tp=2, ep=4, zero=3, schedule="zero_bubble"),  # noqa: E501
+        _case("pp4dp2-zero1-zb-tied", "all_gather", 8, TIED_ALL, balance=LOSSES, pp=4, schedule="zero_bubble", dp=2),  # noqa: E501
+        _case("pp2vpp2dp2tp2-ep2-zero1-zb", "ragged", 4, SELECTIVE, SIGMOID, BIAS, PIECES, pp=2, vpp=2, schedule="zero_bubble", dp=2, tp=2, ep=2),  # noqa: E501
         # The five of the case "expert gradients exactly ep times too big", on 8 devices.
         _case("dp8-ep4", "all_to_all", dp=8, ep=4),
         _case("dp8-etp4", "all_gather", dp=8, etp=4),
