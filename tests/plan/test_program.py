@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from configs import qwen3_moe
 from moejax.plan.hardware import CLUSTERS
 from moejax.plan.operations import (
     ATTENTION,
@@ -149,6 +150,8 @@ def test_flops_add_up(read):
 def test_balanced_rows():
     """One sequence of 4,096 tokens on each GPU, 8 experts a token."""
     assert program.balanced_rows(folds.qwen3_30b_16(), 16) == 4096 * 8
+    staged = qwen3_moe.qwen3_235b_a22b_pp8_h100x256()  # on two, of the 32 of a stage
+    assert program.balanced_rows(staged, 256) == 4096 * 8 / 2
 
 
 def test_a_window_hides_old_keys():

@@ -55,8 +55,8 @@ def balanced_rows(config: Config, num_gpus: int) -> float:
     """Returns the rows that the experts of a device get of a microbatch where all get the same."""
     train, experts = config.train, config.model.moe
     tokens = train.batch_size // train.microbatches * train.sequence_length
-    etp = config.fold_over(num_gpus).degree("etp")
-    return tokens * experts.top_k * etp / num_gpus
+    etp, pp = (config.fold_over(num_gpus).degree(role) for role in ("etp", "pp"))
+    return tokens * experts.top_k * etp * pp / num_gpus  # a stage's GPUs share a microbatch
 
 
 def read_step(text: str, config: Config, cluster: Cluster, num_gpus: int) -> Program:
