@@ -249,7 +249,8 @@ class Chunks:
             if saved[k] is not None:
                 trash = len(jax.tree.leaves(saved[k])[0]) - 1
                 at = jnp.where(ran, f.saved * self.per_chunk[k] + place.nth, trash)
-                saved[k] = jax.tree.map(partial(_put, at), saved[k], mine)
+                with jax.named_scope("saved_activations"):
+                    saved[k] = jax.tree.map(partial(_put, at), saved[k], mine)
             micro = jnp.where(ran, f.micro, self.num_micro)
             auxes[k] = jax.tree.map(partial(_put_two, micro, place.slot), auxes[k], aux)
             if any("plain_load_E" in block for block in aux.values()):
@@ -299,5 +300,6 @@ def _put_two(i, j, a, value):
     return lax.dynamic_update_slice(a, value.astype(a.dtype)[None, None], starts)
 
 
+@jax.named_scope("gradient_sums")
 def _add(i, sums, d):
     return _put(i, sums, nth(sums, i) + d.astype(sums.dtype))

@@ -209,6 +209,7 @@ class Tail:
         summed = jax.tree.map(self._add, sums["embedding"], d_embedding)
         return sums | {"embedding": summed}, *rest
 
+    @jax.named_scope("gradient_sums")
     def _add(self, total, d):
         return total + d.astype(self.accum)
 

@@ -28,6 +28,8 @@ SCOPES = {
 ROLES = {"zero gather": "gathered weights", "zero reduce": "gradients"}
 COLLECTIVE_SPACE = 7
 """XLA's memory space of buffers that collectives write."""
+KEPT = {"saved_activations": "saved activations", "gradient_sums": "gradient sums"}
+"""Scopes in which a pipeline writes what its loops carry -> kind."""
 CARRIED = ("gradient sums", "gradients", "saved activations", "weights, copied", "gathered weights")
 """Kinds that say most where a place has several: what loops carry comes first."""
 UNUSED = "fragmentation"
@@ -213,6 +215,8 @@ class _Account:
             )
             if before:
                 return self._of_carry(*before, depth + 1)
+        if kept := self._kept(loop, index):
+            return kept
         if _received(first):
             return "dispatch buffers"
         if "broadcast" in first.name or first.opcode == "broadcast":
@@ -226,6 +230,25 @@ class _Account:
                 return "gradients"
             return SCOPES.get(context.name, "residual stream")
         return self._of_instruction(first)
+
+    def _kept(self, loop: hlo.Instruction, index: int) -> str:
+        """The kind of what a pipeline's loop, or one inside it, writes at that place; "": none."""
+        todo = [(loop.calls, index)]
+        while todo:
+            computation, at = todo.pop()
+            root = next(one for one in self.module.computations[computation] if one.root)
+            if root.opcode != "tuple" or at >= len(root.operands):
+                continue
+            one = self.module.by_name[root.operands[at]]
+            if one.opcode == "get-tuple-element":
+                at = int(one.attribute(r"index=(\d+)"))
+                one = self.module.by_name[one.operands[0]]
+                inside = re.findall(r"(?:body|computations?)=\{?([%\w., -]+)", one.attributes)
+                todo += [(name, at) for names in inside for name in re.findall(r"%([\w.-]+)", names)]
+            for scope, kind in KEPT.items():
+                if f"/{scope}/" in one.op_name:
+                    return kind
+        return ""
 
     def _first(self, loop: hlo.Instruction, index: int) -> hlo.Instruction | None:
         """What a loop's carry starts from."""
