@@ -243,8 +243,10 @@ class _Account:
             if one.opcode == "get-tuple-element":
                 at = int(one.attribute(r"index=(\d+)"))
                 one = self.module.by_name[one.operands[0]]
-                inside = re.findall(r"(?:body|computations?)=\{?([%\w., -]+)", one.attributes)
-                todo += [(name, at) for names in inside for name in re.findall(r"%([\w.-]+)", names)]
+                inside = " ".join(
+                    re.findall(r"(?:body|computations?)=\{?([%\w., -]+)", one.attributes)
+                )
+                todo += [(name, at) for name in re.findall(r"%([\w.-]+)", inside)]
             for scope, kind in KEPT.items():
                 if f"/{scope}/" in one.op_name:
                     return kind
