@@ -153,11 +153,13 @@ def _tick(schedule: Schedule, chunks: Chunks, ends: Ends, part: Row, carry: Carr
         w = ends.make_pass(mine.w_chunk, mine.w_micro, mine.w_saved)
         w = w._replace(between=mine.w_between)
         _, _, held = chunks.run(None, None, held, None, w, idle)
+        x, dx, held = lax.optimization_barrier((x, dx, held))
     if schedule.name == "merged" or not (has_f and has_b):
         if has_f or has_b:
             x, dx, held = chunks.run(x, dx, held, f, b, idle)
-    else:  # one after the other
+    else:  # one after the other, or XLA keeps a copy of all that is saved for whoever is later
         _, dx, held = chunks.run(None, dx, held, None, b, idle)
+        x, dx, held = lax.optimization_barrier((x, dx, held))
         x, _, held = chunks.run(x, None, held, f, None, idle)
     return _exchange(schedule, part, mine, ends, fold, rank, x, dx, carry._replace(held=held))
 
