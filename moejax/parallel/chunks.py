@@ -66,13 +66,14 @@ class Chunks:
 
     def held(self, x, made: Pass, num_saved: int, num_between: int, with_backward: bool) -> Held:
         """Returns zeros for all that layers will leave behind."""
-        units, none = self.units, jax.tree.map(lambda _: jnp.zeros((), jnp.int32), self.mine)
+        units, zeros, agreed = self.units, self._zeros, None
+        # Of the types that all will have: a unit's backward is made of its first trace.
+        x, place = zeros(x), self._at(made, 0)
         abstract = [
-            jax.eval_shape(partial(units.forward, k), x, none, made, units.no_loads(k))
+            jax.eval_shape(partial(units.forward, k), x, place, made, zeros(units.no_loads(k)))
             for k in self._kinds
         ]
         slots = [len(jax.tree.leaves(p)[0]) for p in units.params]
-        agreed, zeros = None, self._zeros
         if units.remat == "full":
             agreed = tuple(
                 zeros(jnp.zeros(kind.num_moe, jnp.float32), self.num_micro + 1, n)
@@ -108,7 +109,7 @@ class Chunks:
         """Returns the shapes of what a unit's backward leaves for its weight op."""
         saved, place = jax.tree.map(lambda a: a[0], saved), self._at(made, 0)
         run = partial(self.units.input_backward, k)
-        return jax.eval_shape(run, saved, self._zeros(x), place, made)[1]
+        return jax.eval_shape(run, saved, x, place, made)[1]
 
     def run(self, x, dx, held: Held, f: Pass | None, b: Pass | None, idle: bool):
         """Returns (x through chunk f, the gradient dx through chunk b, held). `idle`: some rank

@@ -107,6 +107,8 @@ def split(function: Callable, known, kept, now, axes: tuple[str, ...]) -> Split:
     there = {v for eqn in at_once for v in eqn.outvars} | set(every) - set(both)
     cut = _Cut(eqns, second_outs, set(both), set(free), frozenset(axes))
     later, crossing = cut.least(there)
+    order = {v: i for i, v in enumerate([*every, *(v for eqn in eqns for v in eqn.outvars)])}
+    crossing = sorted(crossing, key=order.__getitem__)  # alike in every process
     instantiate = [*(True for _ in both), *(False for _ in crossing)]
     second, used = part([*both, *crossing], second_outs, later, instantiate)
     crossing = [v for v, is_used in zip(crossing, used[len(both) :], strict=True) if is_used]
@@ -155,9 +157,9 @@ class _Cut:
             if self.free.issuperset(_read(eqn)):
                 self.free.update(eqn.outvars)
 
-    def least(self, there: set) -> tuple[list[JaxprEqn], list]:
-        """Returns (equations of the second part, variables that cross), both in order, for a first
-        part that makes what is `there`, and of cheap results those by which less crosses."""
+    def least(self, there: set) -> tuple[list[JaxprEqn], set]:
+        """Returns (equations of the second part in order, variables that cross) for a first part
+        that makes what is `there`, and of cheap results those by which less crosses."""
         later, crossing = self.at(there)
         reach = there | self.both | self.free  # what the first part has, or could cheaply make
         for eqn in list(later):
@@ -169,8 +171,7 @@ class _Cut:
                 if _num_bytes(tried[1]) < _num_bytes(crossing):
                     there = there | set(eqn.outvars)
                     later, crossing = tried
-        number = {v: i for i, v in enumerate(v for eqn in self.eqns for v in eqn.outvars)}
-        return later, sorted(crossing, key=lambda v: number.get(v, -1))  # alike in every process
+        return later, crossing
 
     def at(self, there: set) -> tuple[list[JaxprEqn], set]:
         """Returns likewise for a first part that makes what is `there`, and nothing more."""

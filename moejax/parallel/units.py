@@ -5,9 +5,10 @@ them computes, from weights read, gathered and cast where they are used. `chunks
 the memory.
 
 A split backward (see `split`) gives the gradient of the unit's input, and what its weight op needs
-beside what the forward saved. The weight op reads and gathers those weights again that it needs.
+beside what the forward saved: of each product the gradient of its result and, where the layer was
+computed again, its input. The weight op gathers what weights it needs, and reduces their gradients.
 
-Outsiders need: `Kind`, `Pass`, `Place`, `places`, `Units`, `nth`.
+Outsiders need: `NOTHING`, `Kind`, `Pass`, `Place`, `places`, `Units`, `nth`.
 """
 
 import dataclasses

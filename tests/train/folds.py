@@ -126,7 +126,8 @@ FOLDS = {
 # all attention, experts of gpt-oss, a module that predicts a further token.
 COVERING = (
     "dp4tp4-ep8-zero1", "dp4tp4-ep4etp2-zero3", "dp4tp4-ep4etp4-zero3", "dp8tp2-ep2etp4-zero0",
-    "dp2cp2tp2-ep8-zero3", "pp2vpp2dp2tp2-ep4-zero3", "pp4dp2-zero1-merged-tied",
+    "dp2cp2tp2-ep8-zero3", "pp2vpp2dp2tp2-ep4-zero3", "pp2dp2tp2-ep4-zero3-zb",
+    "pp4dp2-zero1-merged-tied",
 )  # fmt: skip
 COVERING_64 = ("dp4tp4-ep4etp4-zero3", "dp4tp4-ep8-zero1", "pp2vpp2dp2tp2-ep4-zero3")
 GRADIENTS = ("dp8-etp4", "dp8-ep8-zero3", "dp2tp4-ep2etp2")
