@@ -1,7 +1,6 @@
 """The mixture-of-experts layer: route -> dispatch -> experts -> combine (+ shared expert)."""
 
 import dataclasses
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -185,7 +184,7 @@ class MoE(nnx.Module):
                 sent = dispatcher.dispatch(
                     sent_tD, experts_tK, weights_tK, cfg.num_experts, fold, budget
                 )
-                sent = jax.tree.map(partial(checkpoint_name, name=TRAVELLED), sent)
+                sent = jax.tree.map(_travelled, sent)
             y_sD = experts(sent.x_sD, sent.weights_s, sent.sizes_e)
             with jax.named_scope("combine"):
                 y_tD = dispatcher.combine(y_sD, sent.route, fold)
@@ -242,3 +241,8 @@ class MoE(nnx.Module):
             return y_tD
         gate_t1 = jax.nn.sigmoid(linear(x_tD, self.w_gate[...]).astype(jnp.float32))
         return y_tD * gate_t1.astype(y_tD.dtype)
+
+
+def _travelled(leaf):
+    """Returns an array under its name; the number of a route that is none as it is."""
+    return checkpoint_name(leaf, TRAVELLED) if isinstance(leaf, jax.Array) else leaf
