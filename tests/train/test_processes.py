@@ -17,9 +17,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from moejax.core import cluster, liveness
 from moejax.train import replay
 from tests.oracle import max_relative_error
-from tests.train.test_resume import RECIPE, ROOT, finish, rows, saved, write_text
+from tests.train.test_resume import CHILD, RECIPE, ROOT, finish, rows, saved, write_text
 
-COUNT, STEPS, SAVE_EVERY = 4, 24, 5
+COUNT, STEPS, SAVE_EVERY = 4, 16, 3
 
 
 def arguments(folder: Path, name: str) -> list[str]:
@@ -46,7 +46,7 @@ def start_each(folder: Path, name: str) -> list[subprocess.Popen]:
             process = subprocess.Popen(
                 [sys.executable, str(ROOT / "launch/train.py"), *arguments(folder, name)],
                 stdout=log, stderr=subprocess.STDOUT,
-                env=os.environ | told | {"JAX_PLATFORMS": "cpu", "JAX_PROCESS_ID": str(index)},
+                env=os.environ | CHILD | told | {"JAX_PROCESS_ID": str(index)},
             )  # fmt: skip
         started.append(process)
     return started
@@ -58,7 +58,7 @@ def start_one(folder: Path, name: str, *script: str) -> subprocess.Popen:
     command += arguments(folder, name)
     with open(folder / f"{name}.log", "a") as log:
         return subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | {"JAX_PLATFORMS": "cpu"}
+            command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | CHILD
         )
 
 
