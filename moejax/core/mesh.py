@@ -45,8 +45,9 @@ class ParallelConfig:
     schedule: str = ""
     """In which order stages run microbatches forward and backward: "1f1b", or "merged", each
     forward beside the backward of another microbatch, so that the communication of one can hide
-    under the products of the other (with pp=1 too). Empty: one microbatch after the other without
-    pp, "1f1b" with it."""
+    under the products of the other (with pp=1 too), or "zero_bubble", gradients of weights apart
+    from those of inputs, in ticks in which a rank would wait. Empty: one microbatch after the other
+    without pp, "1f1b" with it."""
     dp: int = 1
     """Data-parallel degree of attention; 0: all devices that the other degrees leave."""
     cp: int = 1

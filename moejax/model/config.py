@@ -42,7 +42,8 @@ class ModelConfig:
     """Standard deviation of initial weights; projections back into the residual stream get
     init_std / sqrt(2 num_layers) (GPT-2)."""
     remat: str = "none"
-    """What the backward pass computes again: "none", or "full" (whole layers)."""
+    """What the backward pass computes again: "none", "full" (whole layers), or "selective": all but
+    the rows that came from other devices, so that nothing travels twice."""
 
     def __post_init__(self):
         if self.vocab_multiple < 1:

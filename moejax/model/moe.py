@@ -19,7 +19,7 @@ from moejax.model.experts import Experts
 from moejax.model.mlp import MLP
 from moejax.model.pieces import in_pieces, num_pieces
 from moejax.model.router import RouterConfig, route
-from moejax.model.stack import LOGITS, TRAVELLED
+from moejax.model.stack import LOGITS, travelled
 from moejax.model.stream import Stream
 from pallas_kernels import linear
 
@@ -184,7 +184,8 @@ class MoE(nnx.Module):
                 sent = dispatcher.dispatch(
                     sent_tD, experts_tK, weights_tK, cfg.num_experts, fold, budget
                 )
-                sent = jax.tree.map(_travelled, sent)
+                rows, weights_s = travelled((sent.x_sD, sent.weights_s))
+                sent = sent._replace(x_sD=rows, weights_s=weights_s)
             y_sD = experts(sent.x_sD, sent.weights_s, sent.sizes_e)
             with jax.named_scope("combine"):
                 y_tD = dispatcher.combine(y_sD, sent.route, fold)
@@ -241,8 +242,3 @@ class MoE(nnx.Module):
             return y_tD
         gate_t1 = jax.nn.sigmoid(linear(x_tD, self.w_gate[...]).astype(jnp.float32))
         return y_tD * gate_t1.astype(y_tD.dtype)
-
-
-def _travelled(leaf):
-    """Returns an array under its name; the number of a route that is none as it is."""
-    return checkpoint_name(leaf, TRAVELLED) if isinstance(leaf, jax.Array) else leaf

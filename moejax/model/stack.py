@@ -15,12 +15,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 Layer = Callable[..., tuple[Any, Any, Any]]
 REMAT = ("none", "selective", "full")
 TRAVELLED, LOGITS = "travelled", "logits"
 """Names of what "selective" saves: rows that came from other devices, with the way back, and the
 router's logits, so that a layer computed again sends nothing and chooses the same experts."""
+
+
+def travelled(tree):
+    """Returns what came from other devices, or says the way back, named so that it is saved."""
+    return jax.tree.map(partial(checkpoint_name, name=TRAVELLED), tree)
 
 
 @jax.tree_util.register_static

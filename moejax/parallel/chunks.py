@@ -3,8 +3,8 @@
 Position by position: the forward takes its chunk's i-th unit while the backward takes its own from
 the end. Both stand in one body, so that XLA's latency-hiding scheduler lays the all-to-alls of one
 under the products of the other. What a forward keeps for its backward goes into a buffer whose
-slots the schedule has given out beforehand; weights are never kept, they are read, gathered and
-cast again.
+slots the schedule has given out beforehand, and so does what a split backward leaves for its weight
+op; weights are never kept, they are read, gathered and cast again (`units`).
 
 Where ranks, or chunks, differ in what they have at a position (a dense layer, a MoE layer, nothing,
 no work in this tick), a `lax.switch` picks. In its branches stand collectives of other axes than
@@ -13,67 +13,16 @@ copied; writes outside, so that what is written to is changed in place.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import groupby, product
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jaxtyping import Array, Int
 
 from moejax.core import collectives
-from moejax.core.mesh import Fold
-from moejax.model.block import Inputs
-from moejax.model.stack import backward, forward
-from moejax.model.stream import Stream
-from moejax.parallel.layout import Placement
-
-NOTHING = -1
-
-
-@dataclasses.dataclass(frozen=True)
-class Kind:
-    """A stack of equal units as a stage sees it."""
-
-    name: str
-    layer: Callable
-    weights_of: Callable
-    """See `Transformer.unit`."""
-    num_moe: int
-    """MoE layers of a unit."""
-    cotangent: Callable[[Any], Any]
-    """aux -> what the training loss's gradient with respect to it is."""
-
-
-class Pass(NamedTuple):
-    """What one forward or backward of a chunk works on."""
-
-    chunk: Int[Array, ""]
-    """-1: none in this tick."""
-    micro: Int[Array, ""]
-    saved: Int[Array, ""]
-    """Slot of what the forward keeps."""
-    stream: Stream
-    given_NtK: Array | None
-    """See `Draw.routing_bLNK`."""
-
-
-class Place(NamedTuple):
-    """Where a chunk's unit is: ints, [chunks, positions], this rank's."""
-
-    kind: Any
-    """Index of the stack; -1: the chunk is shorter."""
-    slot: Any
-    """Of the parameters."""
-    nth: Any
-    """Which of its kind this is in its chunk."""
-    unit: Any
-    """Which of its stack: that of the buffers."""
-    layer: Any
-    """Number of its first MoE layer in the model."""
+from moejax.parallel.units import NOTHING, Pass, Place, Units, nth
 
 
 class Held(NamedTuple):
@@ -81,6 +30,8 @@ class Held(NamedTuple):
 
     saved: tuple
     """[slots * positions + 1, ...] For the backward; the last is for what nobody needs."""
+    between: tuple
+    """Likewise, what a backward leaves for its weight op; None where it does both."""
     sums: tuple
     """[slots, ...] Gradients."""
     auxes: tuple
@@ -91,102 +42,78 @@ class Held(NamedTuple):
     """{block: [slots, E]} Loads of the microbatches before."""
 
 
-def places(placement: Placement, stacks: Sequence[tuple[str, int]]) -> Place:
-    """Returns the Place of every rank, numpy [pp, chunks, positions]."""
-    longest = max(len(units) for rank in placement.chunks for units in rank)
-    shape = (len(placement.chunks), len(placement.chunks[0]), max(longest, 1))
-    found = Place(*(np.full(shape, fill, np.int32) for fill in (NOTHING, 0, 0, 0, 0)))
-    moes = [kinds.upper().count("M") for kinds, _ in stacks]
-    first = np.cumsum([0, *(m * count for m, (_, count) in zip(moes, stacks, strict=True))])
-    for rank, chunks in enumerate(placement.chunks):
-        for chunk, units in enumerate(chunks):
-            seen = [0] * len(stacks)
-            for position, (stack, slot) in enumerate(units):
-                unit = int(placement.units[stack][rank, slot])
-                number = int(first[stack]) + unit * moes[stack]
-                values = (stack, slot, seen[stack], unit, number)
-                for array, value in zip(found, values, strict=True):
-                    array[rank, chunk, position] = value
-                seen[stack] += 1
-    return found
-
-
 @dataclasses.dataclass(frozen=True)
 class Chunks:
     """The layers of this device's chunks."""
 
-    kinds: Sequence[Kind]
-    params: Sequence[Any]
-    """Of each kind, [slots, ...]: this rank's."""
-    buffers: Sequence[Any]
-    """Of each kind, [units, ...]."""
+    units: Units
     every: Place
     """Of all ranks, numpy."""
     mine: Place
     """This rank's."""
     num_micro: int
-    fold: Fold
-    remat: str
     accum: Any
     """dtype of sums of gradients."""
-    trees: dict[int, Any] = dataclasses.field(default_factory=dict)
-    """Of each kind, what its saved arrays are leaves of: that of the first trace, for every trace
-    makes an equal one that JAX holds for another."""
 
     @property
     def per_chunk(self) -> list[int]:
         """How many units of each kind the chunk with most of them has."""
-        return [int((self.every.kind == k).sum(axis=-1).max()) for k in range(len(self.kinds))]
+        return [int((self.every.kind == k).sum(axis=-1).max()) for k in self._kinds]
 
-    def held(self, x, made: Pass, num_saved: int, with_backward: bool) -> Held:
+    @property
+    def _kinds(self) -> range:
+        return range(len(self.units.kinds))
+
+    def held(self, x, made: Pass, num_saved: int, num_between: int, with_backward: bool) -> Held:
         """Returns zeros for all that layers will leave behind."""
-        nothing = jax.tree.map(lambda _: jnp.zeros((), jnp.int32), self.mine)
+        units, none = self.units, jax.tree.map(lambda _: jnp.zeros((), jnp.int32), self.mine)
         abstract = [
-            jax.eval_shape(partial(self._forward, k), x, nothing, made, self._before(k))
-            for k in range(len(self.kinds))
+            jax.eval_shape(partial(units.forward, k), x, none, made, units.no_loads(k))
+            for k in self._kinds
         ]
-        slots = [len(jax.tree.leaves(p)[0]) for p in self.params]
-
-        def zeros(tree, *leading):
-            make = lambda a: jnp.zeros((*leading, *a.shape), a.dtype)  # noqa: E731
-            return collectives.vary(jax.tree.map(make, tree), self.fold.all)
-
-        agreed = None
-        if self.remat == "full":
+        slots = [len(jax.tree.leaves(p)[0]) for p in units.params]
+        agreed, zeros = None, self._zeros
+        if units.remat == "full":
             agreed = tuple(
                 zeros(jnp.zeros(kind.num_moe, jnp.float32), self.num_micro + 1, n)
-                for kind, n in zip(self.kinds, slots, strict=True)
+                for kind, n in zip(units.kinds, slots, strict=True)
             )
-        per = zip(abstract, self.per_chunk, strict=True)
+        saved, between = [], []
+        for (_, _, of_one), positions in zip(abstract, self.per_chunk, strict=True):
+            rows = num_saved * positions + 1
+            saved.append(zeros(of_one, rows) if with_backward else None)
+        for k, positions in enumerate(self.per_chunk):
+            crossing = self._crossing(k, x, made, saved[k]) if num_between else None
+            between.append(zeros(crossing, num_between * positions + 1))
         return Held(
-            tuple(
-                zeros(saved, num_saved * positions + 1) if with_backward else None
-                for (_, _, saved), positions in per
-            ),
+            tuple(saved),
+            tuple(between),
             tuple(
                 zeros(jax.tree.map(lambda a: jnp.zeros(a.shape, self.accum), p))
-                for p in (self.params if with_backward else ())
+                for p in (units.params if with_backward else ())
             ),
             tuple(
                 zeros(aux, self.num_micro + 1, n)
                 for (_, aux, _), n in zip(abstract, slots, strict=True)
             ),
             agreed,
-            tuple(zeros(self._before(k), n) for k, n in enumerate(slots)),
+            tuple(zeros(units.no_loads(k), n) for k, n in enumerate(slots)),
         )
 
-    def _before(self, k: int):
-        """Zeros for the loads, of each block of a unit, of the microbatches before."""
-        blocks = self.buffers[k]
-        return {
-            name: jnp.zeros(node["moe"]["load_before"].shape[1:], jnp.float32)
-            for name, node in blocks.items()
-            if "moe" in node
-        }
+    def _zeros(self, tree, *leading):
+        make = lambda a: jnp.zeros((*leading, *a.shape), a.dtype)  # noqa: E731
+        return collectives.vary(jax.tree.map(make, tree), self.units.fold.all)
+
+    def _crossing(self, k: int, x, made: Pass, saved):
+        """Returns the shapes of what a unit's backward leaves for its weight op."""
+        saved, place = jax.tree.map(lambda a: a[0], saved), self._at(made, 0)
+        run = partial(self.units.input_backward, k)
+        return jax.eval_shape(run, saved, self._zeros(x), place, made)[1]
 
     def run(self, x, dx, held: Held, f: Pass | None, b: Pass | None, idle: bool):
         """Returns (x through chunk f, the gradient dx through chunk b, held). `idle`: some rank
-        may have no forward, or no backward, in a tick of this program."""
+        may have no forward, or no backward, in a tick of this program. dx None: chunk b's weight
+        op, in the place of its backward."""
         positions = self.every.kind.shape[-1]
         sets = [self._options(self.every.kind, i, idle) for i in range(positions)]
         forwards = sets if f is not None else [()] * positions
@@ -218,7 +145,8 @@ class Chunks:
         options = list(product(forwards or (NOTHING,), backwards or (NOTHING,)))
         branches = [partial(self._pair, *option, (forwards, backwards)) for option in options]
         # As operands, not closed over: a branch knows its own arrays again by identity.
-        operands = [x, dx, f_place, b_place, f, b, held, None, self.params, self.buffers]
+        units = self.units
+        operands = [x, dx, f_place, b_place, f, b, held, None, units.params, units.buffers]
         if len(branches) == 1:
             held, *operands[6:8] = self._read(options[0][1], b, b_place, held)
             out_f, out_b = branches[0](*operands)
@@ -246,26 +174,41 @@ class Chunks:
     ):  # fmt: skip
         """Returns what a forward of one kind and a backward of another give; for other kinds that
         a branch may have, zeros."""
-        self = dataclasses.replace(self, params=params, buffers=buffers)
+        units = dataclasses.replace(self.units, params=params, buffers=buffers)
         forwards, backwards = options
         out_f = out_b = None
         ran_f, ran_b = ((), ())
         if b is not None and b_kind != NOTHING:
             if saved is None:
                 saved = self._saved(b_kind, b, b_place, held)
-            ran_b = self._backward(b_kind, saved, dx, b_place, b)
+            ran_b = self._back(units, b_kind, saved, dx, b_place, b, held)
         if f is not None and f_kind != NOTHING:
-            ran_f = self._forward(f_kind, x, f_place, f, _nth_of(held.before, f_kind, f_place))
+            before = _nth_of(held.before, f_kind, f_place)
+            ran_f = units.forward(f_kind, x, f_place, f, before)
         if f is not None:
-            out_f = self._filled(ran_f, f_kind, forwards, x, partial(self._no_forward, f, held, x))
+            no_f = partial(self._no_forward, units, f, held, x)
+            out_f = self._filled(ran_f, f_kind, forwards, x, no_f)
         if b is not None:
-            out_b = self._filled(ran_b, b_kind, backwards, dx, self._no_backward)
+            no_b = partial(self._no_backward, units, dx is not None and b.between is not None)
+            out_b = self._filled(ran_b, b_kind, backwards, dx, no_b)
         return out_f, out_b
+
+    def _back(self, units: Units, k: int, saved, dx, place: Place, b: Pass, held: Held):
+        """Returns (dx, gradients or what crosses to the weight op, slots that agreed)."""
+        if b.between is None:
+            return units.backward(k, saved, dx, place, b)
+        if dx is not None:
+            return units.input_backward(k, saved, dx, place, b)
+        at = b.between * self.per_chunk[k] + place.nth
+        crossing = jax.tree.map(lambda a: nth(a, at), held.between[k])
+        d_params = units.weight_backward(k, saved, crossing, place, b)
+        return None, d_params, self._no_probe(units, k)
 
     def _saved(self, k: int, b: Pass, place: Place, held: Held):
         at = b.saved * self.per_chunk[k] + place.nth
-        return jax.tree.map(lambda a: _nth(a, at), held.saved[k])
+        return jax.tree.map(lambda a: nth(a, at), held.saved[k])
 
+    @jax.named_scope("backward")
     def _read(self, k: int, b: Pass | None, place: Place | None, held: Held):
         """Returns (held, held again, what the backward needs), the reading done before anything is
         written: XLA else copies the whole buffer, for it does not see that the slots differ."""
@@ -279,67 +222,27 @@ class Chunks:
         """Returns (x, {kind: the rest}): of the kind that ran what it gave, of others zeros."""
         rest = {k: ran[1:] if k == kind else empty(k) for k in options if k != NOTHING}
         found = (ran[0] if ran else unchanged, rest)
-        return collectives.vary(found, self.fold.all)
+        return collectives.vary(found, self.units.fold.all)
 
-    def _no_forward(self, f: Pass, held: Held, x, k: int):
+    def _no_forward(self, units: Units, f: Pass, held: Held, x, k: int):
         place = jax.tree.map(lambda _: jnp.zeros((), jnp.int32), self.mine)
-        run = lambda: self._forward(k, x, place, f, _nth_of(held.before, k, place))[1:]  # noqa: E731
+        run = lambda: units.forward(k, x, place, f, _nth_of(held.before, k, place))[1:]  # noqa: E731
         return _zeros(jax.eval_shape(run))
 
-    def _no_backward(self, k: int):
-        probe = jnp.zeros(self.kinds[k].num_moe, jnp.float32)
-        unit = jax.tree.map(lambda a: jnp.zeros(a.shape[1:], a.dtype), self.params[k])
-        return unit, (probe if self.remat == "full" else None)
-
-    def _inputs(self, k: int, place: Place, made: Pass, before):
-        """Returns (stored parameters with the probe, buffers with Inputs) of a unit."""
-        kind = self.kinds[k]
-        params = jax.tree.map(lambda a: _nth(a, place.slot), self.params[k])
-        buffers = jax.tree.map(lambda a: _nth(a, place.unit), self.buffers[k])
-        for name, load_E in before.items():
-            moe = buffers[name]["moe"]
-            moe = moe | {"load_before": moe["load_before"] + load_E}
-            buffers = buffers | {name: buffers[name] | {"moe": moe}}
-        given = None
-        if made.given_NtK is not None and kind.num_moe:
-            given = lax.dynamic_slice_in_dim(made.given_NtK, place.layer, kind.num_moe)
-        probe = None
-        if self.remat == "full":
-            probe = collectives.vary(jnp.zeros(kind.num_moe, jnp.float32), self.fold.all)
-        return (params, (probe, None)), (buffers, Inputs(place.layer, given, None))
-
-    def _forward(self, k: int, x, place: Place, made: Pass, before):
-        """Returns (y, aux with the experts chosen, what the backward needs)."""
-        kind = self.kinds[k]
-        stored, kept = self._inputs(k, place, made, before)
-        y, (auxes, _), choices, saved = forward(
-            kind.layer, kind.weights_of(stored), kept, x, made.stream, self.remat
-        )
-        auxes = {name: aux | {"experts": choices[name]} for name, aux in auxes.items()}
-        leaves, tree = jax.tree.flatten(saved)
-        self.trees.setdefault(k, tree)
-        return y, auxes, (leaves, before)
-
-    def _backward(self, k: int, saved, dy, place: Place, made: Pass):
-        """Returns (dx, gradients of the unit's parameters, slots that agreed)."""
-        kind, (saved, before) = self.kinds[k], saved
-        stored, kept = self._inputs(k, place, made, before)
-        weights, pull = jax.vjp(kind.weights_of, stored)
-        aux = jax.eval_shape(partial(self._outputs, kind), weights, kept, dy, made.stream)
-        saved = jax.tree.unflatten(self.trees[k], saved)
-        cotangents = (dy, collectives.vary(kind.cotangent(aux), self.fold.all))
-        d_weights, dx = backward(
-            kind.layer, weights, kept, saved, made.stream, cotangents, self.remat
-        )
-        ((d_params, (agreed, _)),) = pull(d_weights)
-        return dx, d_params, agreed
+    def _no_backward(self, units: Units, splits: bool, k: int):
+        if splits:
+            left = _zeros(units.splits[k].crossing)
+        else:
+            left = jax.tree.map(lambda a: jnp.zeros(a.shape[1:], a.dtype), units.params[k])
+        return left, self._no_probe(units, k)
 
     @staticmethod
-    def _outputs(kind: Kind, weights, kept, x, stream):
-        return kind.layer(weights, kept, x, stream, None)[1]
+    def _no_probe(units: Units, k: int):
+        return jnp.zeros(units.kinds[k].num_moe, jnp.float32) if units.remat == "full" else None
 
+    @jax.named_scope("forward")
     def _keep_forward(self, out, f: Pass, place: Place, held: Held):
-        x, found = out
+        (x, found), fold = out, self.units.fold
         saved, auxes, before = list(held.saved), list(held.auxes), list(held.before)
         for k, (aux, mine) in found.items():
             ran = place.kind == k
@@ -351,33 +254,40 @@ class Chunks:
             auxes[k] = jax.tree.map(partial(_put_two, micro, place.slot), auxes[k], aux)
             if any("plain_load_E" in block for block in aux.values()):
                 load = {name: block["plain_load_E"] for name, block in aux.items()}
-                load = collectives.vary(collectives.psum(load, self.fold.tokens), self.fold.all)
+                load = collectives.vary(collectives.psum(load, fold.tokens), fold.all)
                 load = jax.tree.map(partial(jnp.where, ran), load, _zeros(load))
                 before[k] = jax.tree.map(partial(_add, place.slot), before[k], load)
         return x, held._replace(saved=tuple(saved), auxes=tuple(auxes), before=tuple(before))
 
+    @jax.named_scope("backward")
     def _keep_backward(self, out, b: Pass, place: Place, held: Held):
         dx, found = out
-        sums, agreed = list(held.sums), held.agreed
-        for k, (d_params, slots_M) in found.items():
-            sums[k] = jax.tree.map(partial(_add, place.slot), sums[k], d_params)
-            if agreed is not None:
-                micro = jnp.where(place.kind == k, b.micro, self.num_micro)
+        sums, between, agreed = list(held.sums), list(held.between), held.agreed
+        for k, (left, slots_M) in found.items():
+            ran = place.kind == k
+            if dx is None or b.between is None:
+                add = lambda s, d: jax.tree.map(partial(_add, place.slot), s, d)  # noqa: E731
+                if len(found) == 1:
+                    sums[k] = add(sums[k], left)
+                else:  # those of other kinds are not touched
+                    sums[k] = lax.cond(ran, add, lambda s, d: s, sums[k], left)
+            else:
+                trash = len(between[k][0]) - 1
+                at = jnp.where(ran, b.between * self.per_chunk[k] + place.nth, trash)
+                between[k] = jax.tree.map(partial(_put, at), between[k], left)
+            if agreed is not None and dx is not None:
+                micro = jnp.where(ran, b.micro, self.num_micro)
                 new = _put_two(micro, place.slot, agreed[k], slots_M)
                 agreed = (*agreed[:k], new, *agreed[k + 1 :])
-        return dx, held._replace(sums=tuple(sums), agreed=agreed)
+        return dx, held._replace(sums=tuple(sums), between=tuple(between), agreed=agreed)
 
 
 def _zeros(tree):
     return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), tree)
 
 
-def _nth(a, i):
-    return lax.dynamic_index_in_dim(a, i, keepdims=False)
-
-
 def _nth_of(trees: tuple, k: int, place: Place):
-    return jax.tree.map(lambda a: _nth(a, place.slot), trees[k])
+    return jax.tree.map(lambda a: nth(a, place.slot), trees[k])
 
 
 def _put(i, a, value):
@@ -390,4 +300,4 @@ def _put_two(i, j, a, value):
 
 
 def _add(i, sums, d):
-    return _put(i, sums, _nth(sums, i) + d.astype(sums.dtype))
+    return _put(i, sums, nth(sums, i) + d.astype(sums.dtype))

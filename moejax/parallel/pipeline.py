@@ -1,14 +1,15 @@
 """The player: one loop over the ticks of any schedule (`schedule.Schedule`), on every rank alike.
 
 In a tick each rank runs what its column of the table says: a chunk forward, a chunk backward, or
-both (`chunks`). Around that stands what all ranks do together, and what may wait for all of them:
-the embedding of the microbatch that enters, head and loss of the one that leaves, the gradient of
-the embedding, and the messages to the neighbours. Where that is not the same in all ticks, a
-`lax.cond` decides by the table, alike on all ranks.
+both, or the weight op of an earlier backward (`chunks`). Around that stands what all ranks do
+together, and what may wait for all of them: the embedding of the microbatch that enters, head and
+loss of the one that leaves, the gradient of the embedding, and the messages to the neighbours.
+Where that is not the same in all ticks, a `lax.cond` decides by the table, alike on all ranks.
 
 A run of ticks without any backward (the first), or any forward (the last), is a loop of its own,
-whose program has no part for the other. One rank alone, with one chunk, has no switch at all: in
-"merged", the forward of each microbatch beside the backward of the one before.
+whose program has no part for the other. What a loop has of each stands one after the other, weight
+op, backward, forward, so that each reads before another writes; but in "merged" a forward beside
+the backward of another microbatch. One rank alone, with one chunk, has no switch at all.
 """
 
 import dataclasses
@@ -24,8 +25,9 @@ from jaxtyping import Array
 
 from moejax.core import collectives
 from moejax.core.mesh import Fold
-from moejax.parallel.chunks import Chunks, Held, Pass
-from moejax.parallel.schedule import Schedule, assign_slots
+from moejax.parallel.chunks import Chunks, Held
+from moejax.parallel.schedule import Schedule, Slots, assign_slots
+from moejax.parallel.units import Pass
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +54,11 @@ class Row(NamedTuple):
     b_chunk: Any
     b_micro: Any
     b_saved: Any
+    b_between: Any
+    w_chunk: Any
+    w_micro: Any
+    w_saved: Any
+    w_between: Any
     x_read: Any
     x_write: Any
     dx_read: Any
@@ -72,34 +79,36 @@ class Carry(NamedTuple):
     outer: Any
 
 
-def table_of(schedule: Schedule) -> tuple[Row, int, int, int]:
-    """Returns the ticks as a Row of numpy arrays [ticks, pp] and [ticks], and the slots of x_in,
-    dx_in and saved."""
+def table_of(schedule: Schedule) -> tuple[Row, Slots]:
+    """Returns the ticks as a Row of numpy arrays [ticks, pp] and [ticks], and the slots."""
     slots = assign_slots(schedule)
-    f, b = schedule.forward, schedule.backward
+    f, b, w = schedule.forward, schedule.backward, schedule.weight
     last = schedule.vpp - 1
     at = lambda ops, rank, chunk: np.where(ops[:, rank, 0] == chunk, ops[:, rank, 1], -1)  # noqa: E731
     row = Row(
-        f[..., 0], f[..., 1], slots.saved.write, b[..., 0], b[..., 1], slots.saved.read,
+        f[..., 0], f[..., 1], slots.saved.write,
+        b[..., 0], b[..., 1], slots.saved.read, slots.between.write,
+        w[..., 0], w[..., 1], slots.read_weight, slots.between.read,
         slots.x_in.read, slots.x_in.write, slots.dx_in.read, slots.dx_in.write,
         at(f, 0, 0), at(f, -1, last), at(b, 0, 0),
     )  # fmt: skip
     row = Row(*(np.asarray(a, np.int32) for a in row))
-    return row, slots.x_in.num, slots.dx_in.num, slots.saved.num
+    return row, slots
 
 
 def play(schedule: Schedule, chunks: Chunks, ends: Ends, outer: Any) -> tuple[Held, Any]:
     """Returns (what the layers leave behind, what the ends did)."""
-    rows, num_x, num_dx, num_saved = table_of(schedule)
-    fold, one_stage = chunks.fold, schedule.num_stages == 1
+    rows, slots = table_of(schedule)
+    fold, one_stage = chunks.units.fold, schedule.num_stages == 1
     trains = schedule.trains
     zero = jnp.zeros((), jnp.int32)
     x_tD = jax.eval_shape(ends.enter, zero)
     x_in, dx_in = (
         collectives.vary(jnp.zeros((num + 1, *x_tD.shape), x_tD.dtype), fold.all) if used else None
-        for num, used in ((num_x, not one_stage), (num_dx, trains))
+        for num, used in ((slots.x_in.num, not one_stage), (slots.dx_in.num, trains))
     )
-    held = chunks.held(x_tD, ends.make_pass(zero, zero, zero), num_saved, trains)
+    first = ends.make_pass(zero, zero, zero)
+    held = chunks.held(x_tD, first, slots.saved.num, slots.between.num, trains)
     carry = Carry(x_in, dx_in, held, outer)
     for start, stop in _phases(rows):
         part = Row(*(a[start:stop] for a in rows))
@@ -113,7 +122,7 @@ def play(schedule: Schedule, chunks: Chunks, ends: Ends, outer: Any) -> tuple[He
 
 
 def _phases(rows: Row) -> list[tuple[int, int]]:
-    """Returns (first tick, tick after the last) of: forwards alone, both kinds, backwards alone."""
+    """Returns (first tick, tick after the last) of: forwards alone, all sorts, no forwards."""
     has_f, has_b = ((a >= 0).any(axis=1) for a in (rows.f_chunk, rows.b_chunk))
     ticks = len(has_f)
     begin = int(np.argmax(has_b)) if has_b.any() else ticks
@@ -124,11 +133,12 @@ def _phases(rows: Row) -> list[tuple[int, int]]:
 
 def _tick(schedule: Schedule, chunks: Chunks, ends: Ends, part: Row, carry: Carry, row: Row):
     """One tick; `part` has all ticks of its loop, by which the program is made."""
-    fold = chunks.fold
+    fold = chunks.units.fold
     rank = collectives.axis_index(fold["pp"])
     mine = Row(*(jnp.asarray(a)[rank] if a.ndim else jnp.asarray(a) for a in row))
-    has_f, has_b = (bool((a >= 0).any()) for a in (part.f_chunk, part.b_chunk))
-    idle = (has_f and bool((part.f_chunk < 0).any())) or (has_b and bool((part.b_chunk < 0).any()))
+    every = (part.f_chunk, part.b_chunk, part.w_chunk)
+    has_f, has_b, has_w = (bool((a >= 0).any()) for a in every)
+    idle = any(bool((a >= 0).any() and (a < 0).any()) for a in every)
     x = dx = f = b = None
     if has_f:
         f = ends.make_pass(mine.f_chunk, mine.f_micro, mine.f_saved)
@@ -136,11 +146,16 @@ def _tick(schedule: Schedule, chunks: Chunks, ends: Ends, part: Row, carry: Carr
     if has_b:
         assert carry.dx_in is not None
         b = ends.make_pass(mine.b_chunk, mine.b_micro, mine.b_saved)
+        b = b._replace(between=mine.b_between if schedule.splits else None)
         dx = lax.dynamic_index_in_dim(carry.dx_in, mine.dx_read, keepdims=False)
-    merged = schedule.name == "merged"
     held = carry.held
-    if merged or not (has_f and has_b):
-        x, dx, held = chunks.run(x, dx, held, f, b, idle)
+    if has_w:
+        w = ends.make_pass(mine.w_chunk, mine.w_micro, mine.w_saved)
+        w = w._replace(between=mine.w_between)
+        _, _, held = chunks.run(None, None, held, None, w, idle)
+    if schedule.name == "merged" or not (has_f and has_b):
+        if has_f or has_b:
+            x, dx, held = chunks.run(x, dx, held, f, b, idle)
     else:  # one after the other
         _, dx, held = chunks.run(None, dx, held, None, b, idle)
         x, _, held = chunks.run(x, None, held, f, None, idle)
@@ -167,7 +182,9 @@ def _by_table(every: np.ndarray, micro, run, none, *operands):
         return run(*operands)
     if (every < 0).all():
         return none(*operands)
-    return lax.cond(micro >= 0, run, none, *operands)
+    # The planner reads from the name how often it is taken.
+    with jax.named_scope(f"taken_{(every >= 0).sum()}_of_{len(every)}"):
+        return lax.cond(micro >= 0, run, none, *operands)
 
 
 def _exchange(schedule, part: Row, mine: Row, ends: Ends, fold: Fold, rank, x, dx, carry: Carry):

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from moejax.core.mesh import ParallelConfig
 from moejax.model.config import ModelConfig
 from moejax.parallel import layout, schedule
-from moejax.parallel.chunks import Place, places
+from moejax.parallel.units import Place, places
 
-CHOICES = ("1f1b", "merged")
+CHOICES = ("1f1b", "merged", "zero_bubble")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +84,11 @@ def pipeline_of(parallel: ParallelConfig, model: ModelConfig) -> Pipeline | None
     pp, vpp, name = parallel.pp, parallel.vpp, parallel.schedule
     if name and name not in CHOICES:
         raise ValueError(f"parallel.schedule={name!r}: choose from {', '.join(CHOICES)}")
+    if pp == 1 and name == "zero_bubble":
+        raise ValueError(
+            "parallel.schedule='zero_bubble' fills what ranks of pp would wait, and pp=1 has none: "
+            "set pp too, or choose 1f1b or merged"
+        )
     if pp == 1 and not name:
         return None
     size = model.num_layers, model.mtp_depth, pp

@@ -215,9 +215,20 @@ def _saved(sizes: Sizes) -> float:
     if model.remat == "full":
         choices = 4 * sizes.tokens * model.moe.top_k * model.all_kinds().count("M")
         return layers * inputs + choices
+    if model.remat == "selective":
+        return layers * inputs + model.all_kinds().count("M") * _travelled(sizes)
     per_kind = {"M": _saved_moe(sizes), "D": _saved_mlp(sizes, model.ffn_dim)}
     attention = _saved_attention(sizes) + 4 * 4 * sizes.tokens * model.dim  # two norms, float32
     return sum(per_kind[kind] + attention for kind in model.all_kinds())
+
+
+def _travelled(sizes: Sizes) -> float:
+    """Bytes of what "selective" saves of one MoE layer: rows that arrived, where each came from,
+    their weights, and logits."""
+    moe, model = sizes.config.model.moe, sizes.config.model
+    rows = sizes.received * (sizes.itemsize * (moe.latent_dim or model.dim) + 3 * 4)
+    slots = sizes.tokens * moe.top_k
+    return (rows if sizes.pieces == 1 else 0.0) + 4 * (3 * slots + sizes.tokens * moe.num_experts)
 
 
 def _saved_attention(sizes: Sizes) -> float:
@@ -260,7 +271,7 @@ def _layer(sizes: Sizes) -> dict[str, float]:
     model, moe = config.model, config.model.moe
     whole = model.padded_vocab / fold.degree("tp") * model.dim
     found = {"gathered weights": _one_layer(sizes), "logits and loss": 4 * whole}
-    again = model.remat == "full"
+    again = model.remat != "none"
     if "M" in model.all_kinds():
         width, f = moe.latent_dim or model.dim, moe.ffn_dim / fold.degree("etp")
         sent = sizes.sent * width

@@ -33,7 +33,13 @@ from pallas_kernels.deviceless import gpu_of
 STREAMS = 4
 """Collectives in flight at once. With XLA's own limit of one, the small ones inside attention (tp,
 counts, losses) keep an all-to-all from running beside it."""
-OPTIONS = {"xla_gpu_experimental_parallel_collective_overlap_limit": STREAMS}
+OPTIONS = {
+    "xla_gpu_experimental_parallel_collective_overlap_limit": STREAMS,
+    # XLA joins small collectives that are alike; of two microbatches, one then waits for the other.
+    "xla_gpu_all_gather_combine_threshold_bytes": 0,
+    "xla_gpu_all_reduce_combine_threshold_bytes": 0,
+    "xla_gpu_reduce_scatter_combine_threshold_bytes": 0,
+}
 
 
 def streams(config: Config) -> int:

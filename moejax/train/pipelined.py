@@ -8,13 +8,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from moejax.core import collectives, params
+from moejax.core.sharding import used_dtype
 from moejax.model import balance
 from moejax.model.context import spread_of
 from moejax.model.stream import Counts, Draw
 from moejax.model.transformer import Transformer
-from moejax.parallel.chunks import Chunks, Kind, Pass, Place
+from moejax.parallel.chunks import Chunks
 from moejax.parallel.pipeline import Ends, play
 from moejax.parallel.stages import Pipeline
+from moejax.parallel.units import Kind, Pass, Place, Units
 from moejax.train.auxes import load_added
 from moejax.train.loss import loss_of, nll_sums
 from moejax.train.state import Layout, TrainState
@@ -55,10 +57,12 @@ class Microbatches:
         made = Pass(chunk, m, saved, stream, given_NtK)
         return collectives.vary(made, self.layout.fold.all)
 
+    @jax.named_scope("forward")
     def embed(self, m):
         """Returns the embeddings of microbatch m, on all ranks of pp alike."""
         return collectives.vary(self.model.embed(self._tokens(m)), self.layout.fold.all)
 
+    @jax.named_scope("backward")
     def embed_back(self, dx, m):
         """Returns the gradient of the embedding, from that of what rank 0 was given."""
         fold = self.layout.fold
@@ -114,12 +118,22 @@ def make_chunks(
         Kind(name, *model.unit(name), kinds.upper().count("M"), _cotangent(cfg.moe.balance))
         for name, (kinds, _) in zip(names, cfg.stacks(), strict=True)
     ]
+    own = {name: weights[name] for name in names}
+    if layout.zero != 3:  # nothing is gathered: cast once a step, not for every microbatch
+        own = {name: _cast(model, name, own[name]) for name in names}
     rank = collectives.axis_index(fold["pp"])
     mine = Place(*(jnp.asarray(a)[rank] for a in pipeline.places))
-    return Chunks(
-        kinds, [weights[n] for n in names], [buffers.get(n, {}) for n in names],
-        pipeline.places, mine, num_micro, fold, cfg.remat, accum,
-    )  # fmt: skip
+    units = Units(
+        kinds, [own[n] for n in names], [buffers.get(n, {}) for n in names], fold, cfg.remat
+    )
+    return Chunks(units, pipeline.places, mine, num_micro, accum)
+
+
+def _cast(model: Transformer, name: str, weights):
+    """Returns a stack's weights in the dtypes in which they are used."""
+    dims = params.dims_of(getattr(model, name))[0]
+    cast = lambda w, dims: w.astype(used_dtype(w.dtype, dims[1:], model.precision))  # noqa: E731
+    return jax.tree.map(cast, weights, dims)
 
 
 def _by_unit(pipeline: Pipeline, k: int, tree, fold):
@@ -178,6 +192,7 @@ class Tail:
         found = jax.tree.map(empty, (made, agreed_N))
         return collectives.vary(zeros, self.fold.all), found, further
 
+    @jax.named_scope("forward")
     def leave(self, outer, x_tD, m):
         """Head and loss of microbatch m, forward and backward (see `Ends`)."""
         sums, found, buffers = outer
@@ -212,7 +227,7 @@ def pipelined_grads(
     model = layout.model(weights, state.buffers)
     micros = Microbatches(layout, model, batches, totals, key)
     chunks = make_chunks(layout, pipeline, model, len(micros), accum)
-    stacks = [kind.name for kind in chunks.kinds]
+    stacks = [kind.name for kind in chunks.units.kinds]
     others = {name: w for name, w in weights.items() if name not in stacks}
     tail = Tail(micros, others, weights, state, accum, mtp_coeff)
     ends = Ends(micros.make_pass, micros.embed, tail.leave, tail.arrive)

@@ -10,9 +10,10 @@ from jax.sharding import AxisType
 
 from moejax.core.mesh import ParallelConfig
 from moejax.model.config import ModelConfig
-from moejax.parallel.stages import in_slots, in_units, pipeline_of
+from moejax.parallel.stages import CHOICES, in_slots, in_units, pipeline_of
 from moejax.train.checkpoint import CheckpointConfig, Checkpointer
 from moejax.train.step import make_eval_step
+from tests.oracle import max_relative_error
 from tests.train.folds import Case, batches, make_trainer
 
 SHAPE = (("num_layers", 4), ("remat", "full"))
@@ -53,7 +54,7 @@ def traced(case: Case):
     return trainer.step.trace(trainer.layout.resting, batch)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "merged"])
+@pytest.mark.parametrize("schedule", CHOICES)
 def test_no_branch_waits_for_the_branch_of_another_rank(schedule):
     parallel = ParallelConfig(pp=2, vpp=2, dp=2, tp=2, ep=4, zero=3, schedule=schedule)
     jaxpr = traced(Case("branches", parallel, "all_to_all", 4, SHAPE)).jaxpr.jaxpr
@@ -75,12 +76,13 @@ def test_a_planted_wait_is_found(axis):
     assert could_wait(jax.make_jaxpr(run)(jnp.ones(8)).jaxpr) == ["ppermute"]
 
 
-def test_memory_of_1f1b_does_not_grow_with_the_microbatches():
-    """Compiled temporaries at 8 and 32 microbatches of one row each: the tokens are more, some
-    KiB, and what is kept of each for the metrics."""
-    parallel = ParallelConfig(pp=2, zero=0)
+@pytest.mark.parametrize(("schedule", "counts"), [("1f1b", (8, 32)), ("zero_bubble", (8, 16))])
+def test_memory_does_not_grow_with_the_microbatches(schedule, counts):
+    """Compiled temporaries, microbatches of one row each: the tokens are more, some KiB, and what
+    is kept of each for the metrics."""
+    parallel = ParallelConfig(pp=2, zero=0, schedule=schedule)
     sizes = []
-    for count in (8, 32):
+    for count in counts:
         case = Case("memory", parallel, "all_gather", count, SHAPE)
         trainer = make_trainer(case, with_grads=False)
         rows = {k: a[:, :1] for k, a in batches(8, 1)[0].items()}
@@ -88,6 +90,19 @@ def test_memory_of_1f1b_does_not_grow_with_the_microbatches():
         lowered = trainer.step.lower(trainer.layout.resting, jax.tree.map(jnp.asarray, batch))
         sizes.append(lowered.compile().memory_analysis().temp_size_in_bytes)
     assert max(sizes) - sizes[0] < 0.03 * sizes[0], sizes
+
+
+@pytest.mark.parametrize("remat", ["none", "selective", "full"])
+def test_a_split_backward_gives_the_gradients_of_a_whole_one(remat):
+    """Two kinds of layers, five over four chunks: some rank has nothing at some position."""
+    model = (("num_layers", 5), ("first_k_dense", 1), ("remat", remat))
+    grads = []
+    for schedule in ("1f1b", "zero_bubble"):
+        parallel = ParallelConfig(pp=2, vpp=2, zero=0, schedule=schedule)
+        trainer = make_trainer(Case("split", parallel, "all_gather", 4, model))
+        grads.append(trainer.step(trainer.new_state(), batches(4, 1)[0])[1]["grads"])
+    for error in jax.tree.leaves(jax.tree.map(max_relative_error, *grads)):
+        assert error < 2e-6
 
 
 def test_layers_come_back_in_order_from_their_slots():
@@ -107,7 +122,8 @@ def test_layers_come_back_in_order_from_their_slots():
 @pytest.mark.parametrize(
     ("parallel", "says"),
     [
-        (dict(schedule="gpipe"), "choose from 1f1b"),
+        (dict(schedule="gpipe"), "choose from 1f1b, merged, zero_bubble"),
+        (dict(schedule="zero_bubble"), "pp=1 has none: set pp too"),
         (dict(pp=2, layout="Ett|ttL"), "4 layers instead of 7"),
         (dict(vpp=2), "set pp too"),
     ],

@@ -233,6 +233,9 @@ def test_full_recomputation_is_a_forward_more():
     )  # fmt: skip
     more = sum(v for k, v in again.busy.items() if k.phase == "recompute")
     assert more == pytest.approx(layers, rel=0.01)
+    most = simulate(events(replace(setup, recompute=("selective",)), H100), H100)
+    kept = {k: v for k, v in again.busy.items() if k.phase != "recompute" or k.name != "dispatch"}
+    assert most.busy == pytest.approx(kept)  # what has travelled is there
 
 
 def test_windows_are_seen():

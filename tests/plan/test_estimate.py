@@ -149,6 +149,9 @@ def test_saved_activations_are_the_layers_inputs_or_all_of_them():
     twice = changed(QWEN, {"train.microbatches": 32})
     assert kind(twice, 16, "saved activations") == 2 * inputs
     assert kind(shrunk(QWEN, remat="none"), 16, "saved activations") > 20 * inputs
+    kept = kind(shrunk(QWEN, remat="selective"), 16, "saved activations") - 48 * 4096 * 4 * 128
+    assert kept > 9 * 48 * 4096 * 2 * 2048  # a token, and again at each of 8 experts
+    assert kept < kind(shrunk(QWEN, remat="none"), 16, "saved activations")
 
 
 def test_zero_and_dtypes_decide_what_gradients_cost():

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from configs import qwen3_moe
 from moejax.plan.hardware import CLUSTERS
 from moejax.plan.operations import (
     ATTENTION,
@@ -149,6 +150,8 @@ def test_flops_add_up(read):
 def test_balanced_rows():
     """One sequence of 4,096 tokens on each GPU, 8 experts a token."""
     assert program.balanced_rows(folds.qwen3_30b_16(), 16) == 4096 * 8
+    staged = qwen3_moe.qwen3_235b_a22b_pp8_h100x256()  # on two, of the 32 of a stage
+    assert program.balanced_rows(staged, 256) == 4096 * 8 / 2
 
 
 def test_a_window_hides_old_keys():
@@ -206,3 +209,32 @@ def test_attention_of_ours_is_a_kernel():
         assert event.work.kind == ATTENTION and event.work.mnk == (64, 64, 128)
         assert event.work.flops == 2 * pairs * width
         assert found.kernels == {kernel: 1}
+
+
+def test_a_branch_counts_as_often_as_its_name_says():
+    """A pipeline's head runs in the ticks whose number its scope has; of a layer's branches the
+    longest is taken every time."""
+    text = """HloModule m
+
+%head (a: bf16[64,32]) -> bf16[64,16] {
+  %a = bf16[64,32]{1,0} parameter(0)
+  %w = bf16[32,16]{1,0} constant({...})
+  ROOT %dot = bf16[64,16]{1,0} dot(%a, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}, metadata={op_name="jit(f)/while/body/SCOPE/cond/branch_1_fun/forward/loss/dot_general"}
+}
+
+%none (b: bf16[64,32]) -> bf16[64,16] {
+  %b = bf16[64,32]{1,0} parameter(0)
+  ROOT %c = bf16[64,16]{1,0} constant({...})
+}
+
+ENTRY %main (x: bf16[64,32], p: pred[]) -> bf16[64,16] {
+  %x = bf16[64,32]{1,0} parameter(0)
+  %p = pred[] parameter(1)
+  ROOT %conditional = bf16[64,16]{1,0} conditional(%p, %x, %x), true_computation=%head, false_computation=%none, metadata={op_name="jit(f)/while/body/SCOPE/cond"}
+}
+"""  # noqa: E501
+    for scope, times, notes in (("taken_3_of_12", 0.25, 0), ("eval_jaxpr", 1.0, 1)):
+        found = program.read(text.replace("SCOPE", scope), CLUSTERS["h100"])
+        ((product, often, _),) = program.flat(found.events)
+        assert (product.flops, product.phase, often) == (2 * 64 * 32 * 16, "forward", times)
+        assert len(found.notes) == notes

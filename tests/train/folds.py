@@ -84,13 +84,14 @@ STAGED = (("num_layers", 5), ("first_k_dense", 1), ("remat", "full"))
 STAGED_MTP = (("num_layers", 5), ("first_k_dense", 1), ("mtp_depth", 1))
 STAGED_PLAIN = STAGED[:2]
 STAGED_SELECTIVE = (*STAGED_PLAIN, ("remat", "selective"))
-MTP_SELECTIVE = (*STAGED_MTP, ("remat", "selective"))
 WINDOWS_4 = (*WINDOWS[:2], ("num_layers", 4))
 WINDOWS_SELECTIVE = (*WINDOWS_4, ("remat", "selective"))
 MLA_SELECTIVE = (*MLA_MTP, ("remat", "selective"))
 MLA_TIED = (("attention", LATENTS), ("tied", True), ("num_layers", 5))
 DM_4 = (*DM[:1], ("num_layers", 6), ("first_k_dense", 2), ("remat", "full"))
 TIED_MTP = (("num_layers", 4), ("tied", True), ("remat", "full"), ("mtp_depth", 1))
+TIED_ALL = (*STAGED, ("tied", True), ("mtp_depth", 1))
+SELECTIVE = (*STAGED_MTP, ("remat", "selective"))
 FOLDS = {
     case.name: case
     for case in (
@@ -119,6 +120,9 @@ FOLDS = {
         _case("pp4dp2-zero1-merged-tied", "all_gather", 4, TIED_MTP, balance=LOSSES, pp=4, schedule="merged", dp=2),  # noqa: E501
         _case("dp4tp4-ep8-zero1-merged", "all_to_all", 4, STAGED_MTP, balance=LOSSES, dp=4, tp=4, ep=8, schedule="merged"),  # noqa: E501
         _case("pp2cp2tp2-ep4-zero3-ring", "all_gather", 4, MLA_LITE, pp=2, cp=2, tp=2, dp=2, ep=4, zero=3, cp_kind="ring"),  # noqa: E501
+        _case("pp2dp2tp2-ep4-zero3-zb", "all_to_all", 4, STAGED, balance=LOSSES, pp=2, dp=2, tp=2, ep=4, zero=3, schedule="zero_bubble"),  # noqa: E501
+        _case("pp4dp2-zero1-zb-tied", "all_gather", 8, TIED_ALL, balance=LOSSES, pp=4, schedule="zero_bubble", dp=2),  # noqa: E501
+        _case("pp2vpp2dp2tp2-ep2-zero1-zb", "ragged", 4, SELECTIVE, SIGMOID, BIAS, PIECES, pp=2, vpp=2, schedule="zero_bubble", dp=2, tp=2, ep=2),  # noqa: E501
         # Stages and split rows together, in each of the ways of attention.
         _case("pp2dp2cp2tp2-ep4etp2-zero1-ulysses", "ragged", 4, MLA_MTP, balance=LOSSES, pp=2, dp=2, cp=2, tp=2, ep=4, etp=2),  # noqa: E501
         _case("pp2vpp2dp4cp2-ep8-zero1-gather", "all_to_all", 4, OLMOE_HEADS, balance=QUANTILE, moe=LATENT, pp=2, vpp=2, dp=4, cp=2, ep=8, cp_kind="all_gather"),  # noqa: E501
@@ -139,7 +143,7 @@ FOLDS = {
         # Layers computed again, but for what travelled.
         _case("dp4tp4-ep4etp2-zero3-selective", "ragged", 4, MLA_SELECTIVE, balance=LOSSES, moe=PIECES, dp=4, tp=4, ep=4, etp=2, zero=3),  # noqa: E501
         _case("dp8cp2-ep16-node8-zero1-selective", "hierarchical", 2, WINDOWS_SELECTIVE, SIGMOID, BIAS, GPT_OSS_EXPERTS, dp=8, cp=2, ep=16, node=8),  # noqa: E501
-        _case("pp2vpp2dp4tp2-ep8-zero3-merged-selective", "ragged", 4, MTP_SELECTIVE, balance=LOSSES, pp=2, vpp=2, dp=4, tp=2, ep=8, zero=3, schedule="merged"),  # noqa: E501
+        _case("pp2vpp2dp4tp2-ep8-zero3-merged-selective", "ragged", 4, SELECTIVE, balance=LOSSES, pp=2, vpp=2, dp=4, tp=2, ep=8, zero=3, schedule="merged"),  # noqa: E501
         _case("pp2vpp2dp4cp2-ep8-node4-zero1-merged-selective", "hierarchical", 4, STAGED_SELECTIVE, balance=LOSSES, pp=2, vpp=2, dp=4, cp=2, ep=8, node=4, schedule="merged"),  # noqa: E501
         # The five of the case "expert gradients exactly ep times too big", on 8 devices.
         _case("dp8-ep4", "all_to_all", dp=8, ep=4),

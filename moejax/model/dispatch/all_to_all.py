@@ -23,6 +23,7 @@ from moejax.model.dispatch.base import (
     rows_from_each,
     unsort_rows,
 )
+from moejax.model.stack import travelled
 from pallas_kernels import permute, sort_slots
 
 
@@ -39,7 +40,7 @@ def _blocks(experts_tK, num_experts: int, num_ranks: int, capacity: int):
     rank_tK = jnp.minimum(experts_tK // num_local, num_ranks - 1)
     sent_tK = rank_tK * capacity + slots_tK - starts_r[rank_tK]
     nowhere_tK = (slots_tK < 0) | (slots_tK - starts_r[rank_tK] >= capacity)
-    order = Sorted(tokens_rc.reshape(-1), jnp.where(nowhere_tK, -1, sent_tK))
+    order = travelled(Sorted(tokens_rc.reshape(-1), jnp.where(nowhere_tK, -1, sent_tK)))
     ends_E = jnp.cumsum(sizes_E, dtype=jnp.int32)
     expert_rc = experts_of(ends_E, row_rc)
     ids_rc = jnp.where(filled_rc, expert_rc % num_local, num_local)

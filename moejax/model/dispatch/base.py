@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moejax.core.mesh import Fold
+from moejax.model.stack import travelled
 from pallas_kernels import permute, sort_slots, unpermute
 
 
@@ -76,7 +77,7 @@ def sort_rows(
     num_experts: int,
 ) -> tuple[Float[Array, "s D"], Float[Array, " s"], Int[Array, " e"], Sorted]:
     """Returns rows sorted by expert (id `num_experts`: none), their weights, sizes, and order."""
-    tokens_s, slots_tK, sizes_e = sort_slots(experts_tK, num_experts)
+    tokens_s, slots_tK, sizes_e = travelled(sort_slots(experts_tK, num_experts))
     order = Sorted(tokens_s, slots_tK)
     return permute(x_tD, tokens_s, slots_tK), row_weights(weights_tK, order), sizes_e, order
 
@@ -90,7 +91,7 @@ def sort_within(
     excess = jnp.maximum(sizes_e.sum(dtype=jnp.int32) - rows, 0)
     none = excess > 0
     order = Sorted(jnp.where(none, -1, tokens_s[:rows]), jnp.where(none, -1, slots_tK))
-    return order, jnp.where(none, 0, sizes_e), excess
+    return *travelled((order, jnp.where(none, 0, sizes_e))), excess
 
 
 def arrive(x_tD, ids_tK, weights_tK, num_local: int) -> tuple[Dispatched, Sorted]:

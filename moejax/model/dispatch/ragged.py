@@ -26,6 +26,7 @@ from moejax.model.dispatch.base import (
     rows_from_each,
     unsort_rows,
 )
+from moejax.model.stack import travelled
 from pallas_kernels import Tables, permute, sort_slots
 
 
@@ -64,7 +65,7 @@ def tables(
     placed_rr = jnp.cumsum(sizes_rr, axis=0, dtype=jnp.int32) - sizes_rr
     there = Tables(sent_rr[me], sizes_rr[me], placed_rr[me], sizes_rr[:, me])
     back = Tables(placed_rr[:, me], sizes_rr[:, me], sent_rr[:, me], sizes_rr[me])
-    return there, back, excess_r[me]
+    return *travelled((there, back)), excess_r[me]
 
 
 def _send(x_tD, sent, weights_s, ids_s, no_id, there: Tables, back: Tables, rows: int, fold: Fold):
@@ -96,7 +97,7 @@ def dispatch(
     num_local = num_experts // num_ranks
     t, K = experts_tK.shape
     rows = num_ranks * rows_from_each(t, K, num_experts, num_ranks, budget)
-    tokens_s, slots_tK, sizes_E = sort_slots(experts_tK, num_experts)
+    tokens_s, slots_tK, sizes_E = travelled(sort_slots(experts_tK, num_experts))
     sent = Sorted(tokens_s, slots_tK)
     sizes_r = sizes_E.reshape(num_ranks, num_local).sum(axis=1, dtype=jnp.int32)
     there, back, overflow = tables(sizes_r, rows, fold["ep"])

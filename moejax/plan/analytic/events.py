@@ -137,8 +137,15 @@ def _forward(pieces: Iterable[Piece], phase: str = "forward") -> tuple[Event, ..
 
 def _again(pieces: Iterable[Piece], setup: Setup) -> tuple[Event, ...]:
     """Returns what the backward computes again."""
-    whole = "full" in setup.recompute
-    kept = [p for p in pieces if (whole and p.again) or set(p.tags) & set(setup.recompute)]
+    asked = set(setup.recompute)
+    whole, most = "full" in asked, "selective" in asked  # most: all but what has travelled
+    kept = [
+        piece
+        for piece in pieces
+        if (whole and piece.again)
+        or (most and piece.again and {item.name for item in piece.forward} != {"dispatch"})
+        or set(piece.tags) & asked
+    ]
     return _forward(kept, "recompute")
 
 

@@ -3,11 +3,11 @@
 from typing import NamedTuple
 
 from moejax.model.config import ModelConfig
-from moejax.plan.analytic.attend import TINY, attend, norm
+from moejax.plan.analytic.attend import attend, norm
 from moejax.plan.analytic.pieces import Made, Piece, ring
 from moejax.plan.analytic.setup import Setup
 from moejax.plan.hardware import Cluster
-from moejax.plan.operations import COLLECTIVE, MEMORY, Group, Loop, Run, Work
+from moejax.plan.operations import COLLECTIVE, MEMORY, Group, Work
 
 
 class Layer(NamedTuple):
@@ -111,16 +111,13 @@ def _experts(made: Made, model: ModelConfig) -> Layer:
 
 def _sort(made: Made, model: ModelConfig, slots: float) -> None:
     """Adds what brings slots into the order of their experts, on both sides: two sorts, three
-    searches that halve what is left (four kernels a step), and the rows' copies."""
+    searches, and the rows' copies."""
     moe = model.moe
     width, budget = moe.latent_dim or model.dim, moe.budget or 1.0
-    found = max(int(slots), 2).bit_length()
-    steps = 2 * found + moe.num_experts.bit_length()
-    search = Loop("search", steps, (Run(Work("dispatch", MEMORY, bytes=TINY)),) * 4)
-    small = [Work("dispatch", MEMORY, bytes=16 * slots) for _ in range(12)]
+    small = [Work("dispatch", MEMORY, bytes=16 * slots) for _ in range(15)]
     room = Work("dispatch", MEMORY, bytes=2 * budget * slots * width)  # zeros where rows arrive
     copies = Work("dispatch", MEMORY, bytes=4 * slots * width)
-    made.add([search, *small, copies, room], [copies, room], "moe")
+    made.add([*small, copies, room], [copies, room], "moe")
     empty = 2 * slots * width  # and where they come back
     made.memory("combine", empty, empty, "moe", again=False)
 

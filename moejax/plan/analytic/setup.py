@@ -15,7 +15,7 @@ from pallas_kernels.attention import fused
 
 PRECISIONS = ("bfloat16", "fp8", "mxfp8")
 DISPATCHERS = ("all_gather", "all_to_all", "ragged", "hierarchical", "fused")
-RECOMPUTE = ("full", "norm", "mlp", "shared", "mla_up", "moe_act", "moe", "attend")
+RECOMPUTE = ("full", "selective", "norm", "mlp", "shared", "mla_up", "moe_act", "moe", "attend")
 GRAPHS = ("none", "partial", "full")
 SOFTWARE = ("moejax", "megatron")
 
@@ -112,7 +112,7 @@ class Setup:
             ep=fold.degree("ep"),
             etp=fold.degree("etp"),
             zero=config.parallel.zero,
-            recompute=("full",) if model.remat == "full" else _latents(model),
+            recompute=_latents(model) if model.remat == "none" else (model.remat,),
             dispatcher=_traffic(model.moe.dispatch),
             attention=_attention(config, rows, fold.degree("tp")),
             software="moejax",

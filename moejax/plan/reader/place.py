@@ -20,6 +20,7 @@ BETWEEN = {"microbatches": "accumulate", "layers": "block"}
 """A loop -> what stands in it and in no scope: norms, residual sums, slices of stacked weights."""
 CORE = "attention"
 """Attention without its projections."""
+GRADIENT = "transpose(jvp(loss))"
 LAYER = ("attend", CORE, "mlp", "experts")
 """Scopes that a layer has, and only a layer."""
 
@@ -38,18 +39,24 @@ def stop_of(path: str) -> str:
 
 def phase_of(path: str) -> str:
     """Returns the phase of an op_name: gradients are taken of the scope "loss", and what is
-    differentiated once more inside, or not, is its backward, or computed again.
+    differentiated once more inside, or not, is its backward, or computed again; a pipeline's layers
+    have the scopes "forward" and "backward".
 
     >>> phase_of("a/jvp(loss)/b"), phase_of("transpose(jvp(loss))/while/body/jvp(attend)/dot")
     ('forward', 'recompute')
     >>> phase_of("transpose(jvp(loss))/body/transpose(jvp(attend))/dot"), phase_of("step/mul")
     ('backward', 'update')
+    >>> phase_of("body/forward/jvp(attend)/dot"), phase_of("body/backward/jvp(attend)/dot")
+    ('forward', 'recompute')
     """
-    _, found, inner = path.partition("transpose(jvp(loss))")
+    _, found, inner = path.replace("/backward/", GRADIENT).partition(GRADIENT)
     if found:
         again = "jvp(" in inner and "transpose(" not in inner
-        return "recompute" if again else "backward"
-    return "forward" if "jvp(loss)" in path else "update"
+        return "recompute" if again or "rematted_computation" in inner else "backward"
+    _, found, inner = path.partition("/forward/")
+    if found and "transpose(" in inner:  # the loss's own gradient
+        return "backward"
+    return "forward" if found or "jvp(loss)" in path else "update"
 
 
 def kernel_of(path: str) -> str:

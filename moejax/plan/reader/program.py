@@ -55,8 +55,8 @@ def balanced_rows(config: Config, num_gpus: int) -> float:
     """Returns the rows that the experts of a device get of a microbatch where all get the same."""
     train, experts = config.train, config.model.moe
     tokens = train.batch_size // train.microbatches * train.sequence_length
-    etp = config.fold_over(num_gpus).degree("etp")
-    return tokens * experts.top_k * etp / num_gpus
+    etp, pp = (config.fold_over(num_gpus).degree(role) for role in ("etp", "pp"))
+    return tokens * experts.top_k * etp * pp / num_gpus  # a stage's GPUs share a microbatch
 
 
 def read_step(text: str, config: Config, cluster: Cluster, num_gpus: int) -> Program:
@@ -147,11 +147,18 @@ class _Walk:
     def branch(
         self, one: hlo.Instruction, times: float, context: Context
     ) -> tuple[Event, ...]:
-        """The longest branch of a conditional."""
+        """The longest branch of a conditional, as often as its name says it is taken (the pipeline
+        player's `_by_table`); else every time."""
         names = re.findall(r"%([\w.-]+)", one.attribute(r"branch_computations=\{([^}]*)\}"))
         names += re.findall(r"(?:true|false)_computation=%([\w.-]+)", one.attributes)
+        taken = re.search(r"/taken_(\d+)_of_(\d+)/", one.op_name)
+        share = int(taken[1]) / int(taken[2]) if taken else 1.0
+        branches = (self.events(name, times * share, context) for name in names)
+        longest = max(branches, key=len, default=())
+        if taken:
+            return (Loop(f"taken {taken[1]} of {taken[2]}", share, longest),) if longest else ()
         self.notes.append(f"{one.name} has branches: the longest is taken")
-        return max((self.events(name, times, context) for name in names), key=len, default=())
+        return longest
 
     def trips(self, loop: hlo.Instruction, context: Context) -> float:
         """Trips of a loop, on average: known, or those of attention over the keys that it sees."""
