@@ -14,8 +14,9 @@
 .PHONY: help train plan test test-deviceless test-large parity lint typecheck clean
 
 lock := pyproject.toml constraints.txt .ci/venv
-# A process for each core, at most 8; the tests of a file share one, and what they have compiled.
-workers := --numprocesses auto --maxprocesses 8 --dist loadfile
+# A process for each core, at most 8; the tests of a file share one, and what they have compiled. The
+# files go in the order of collection, in which conftest.py puts the long ones first.
+workers := --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 help:
 	@sed -n 's/^#   //p' Makefile

@@ -2,7 +2,9 @@
 
 Sixteen CPU devices, rank promotion raises, dtype promotion is strict (warnings are errors:
 pyproject.toml). Compiled programs are kept in `.cache/jax`, so a second run skips most of XLA's
-work. The closing summary names what was skipped or left out: silence never reads as "passed".
+work; and XLA optimizes them little, since compiling takes most of the time here (`make parity`
+compares programs that it optimizes as those of a run). The closing summary names what was skipped
+or left out: silence never reads as "passed".
 
 `JAX_PLATFORMS`, where it is set, is obeyed: a machine with a GPU can run its own tests.
 """
@@ -25,6 +27,7 @@ jax.config.update("jax_platforms", jax.config.jax_platforms or "cpu")
 jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_disable_most_optimizations", True)
 jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parent.parent / ".cache" / "jax"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 jax.config.update("jax_compilation_cache_max_size", 2 * 1024**3)  # bytes; the oldest go first
@@ -36,6 +39,12 @@ hypothesis.settings.load_profile("house")
 # Linux lets a process map 65,530 pieces of memory; a compiled train step takes about a thousand.
 MAPS, MOST_MAPS = Path("/proc/self/maps"), 25_000
 
+# Files that take minutes, the longest first: begun last, one would leave the other cores idle.
+LONG = (
+    "train/test_parity.py", "train/test_processes.py", "train/test_resume.py",
+    "parallel/test_pipeline.py", "train/test_parity_64.py",
+)  # fmt: skip
+
 _deselected: dict[str, str] = {}  # test -> the group it was left out with
 
 
@@ -46,6 +55,12 @@ def few_programs() -> Generator[None]:
     if MAPS.exists() and MAPS.read_bytes().count(b"\n") > MOST_MAPS:
         jax.clear_caches()
         gc.collect()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts the files that take minutes first."""
+    place = {Path(__file__).parent / name: number for number, name in enumerate(LONG)}
+    items.sort(key=lambda item: place.get(item.path, len(place)))
 
 
 def pytest_deselected(items: list[pytest.Item]) -> None:

@@ -15,6 +15,7 @@ from moejax.core.mesh import ParallelConfig
 from moejax.train import loop, setup
 from tests.models import hf_folder
 from tests.train.test_loop import config, folder
+from tests.train.test_resume import CHILD
 
 ROOT = Path(__file__).parent.parent
 __all__ = ["folder"]  # a fixture
@@ -83,7 +84,7 @@ def test_a_recipe_names_its_run():
 
 
 def program(name: str, *arguments: str, text: str = "") -> subprocess.CompletedProcess:
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    environment = os.environ | CHILD | {"PYTHONPATH": str(ROOT)}
     return subprocess.run(
         [sys.executable, "-m", f"moejax.{name}", *arguments], env=environment, text=True,
         capture_output=True, timeout=240, input=text,

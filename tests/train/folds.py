@@ -51,13 +51,15 @@ class Case:
     """Changed leaves of its balance."""
     moe: tuple[tuple[str, Any], ...] = ()
     """Changed leaves of its MoE layers."""
+    packed: bool = True
+    """Two documents a row; else one, of any length."""
 
 
 def _case(
-    name, dispatch, microbatches=1, model=(), router=(), balance=(), moe=(), **degrees
+    name, dispatch, microbatches=1, model=(), router=(), balance=(), moe=(), packed=True, **degrees
 ) -> Case:
     parallel = ParallelConfig(**degrees)
-    return Case(name, parallel, dispatch, microbatches, model, router, balance, moe)
+    return Case(name, parallel, dispatch, microbatches, model, router, balance, moe, packed)
 
 
 SEQUENCE = (("batch_coeff", 0.0), ("sequence_coeff", 0.05))
@@ -80,6 +82,13 @@ GPT_OSS_EXPERTS = (("bias", True), ("swiglu_limit", 0.02), ("shared_ffn_dim", 0)
 WINDOWS = (("attention", shrunken(GPT_OSS, 8, 4)), ("pattern", "mM"), ("num_layers", 2))
 STAGED = (("num_layers", 5), ("first_k_dense", 1), ("remat", "full"))
 STAGED_MTP = (("num_layers", 5), ("first_k_dense", 1), ("mtp_depth", 1))
+STAGED_PLAIN = STAGED[:2]
+STAGED_SELECTIVE = (*STAGED_PLAIN, ("remat", "selective"))
+WINDOWS_4 = (*WINDOWS[:2], ("num_layers", 4))
+WINDOWS_SELECTIVE = (*WINDOWS_4, ("remat", "selective"))
+MLA_SELECTIVE = (*MLA_MTP, ("remat", "selective"))
+MLA_TIED = (("attention", LATENTS), ("tied", True), ("num_layers", 5))
+DM_4 = (*DM[:1], ("num_layers", 6), ("first_k_dense", 2), ("remat", "full"))
 TIED_MTP = (("num_layers", 4), ("tied", True), ("remat", "full"), ("mtp_depth", 1))
 TIED_ALL = (*STAGED, ("tied", True), ("mtp_depth", 1))
 SELECTIVE = (*STAGED_MTP, ("remat", "selective"))
@@ -100,20 +109,42 @@ FOLDS = {
         _case("dp4tp4-ep8etp2-zero0", "ragged", 4, (), SIGMOID, BIAS, LATENT, dp=4, tp=4, ep=8, etp=2, zero=0),  # noqa: E501
         _case("dp4tp4-ep8etp2-node8-zero3", "hierarchical", 4, DM, dp=4, tp=4, ep=8, etp=2, node=8, zero=3),  # noqa: E501
         # Rows split over cp, which folds into ep, in each of the ways of attention.
-        _case("dp2cp2tp2-ep8-zero3", "ragged", 4, MLA_MTP, balance=LOSSES, moe=PIECES, dp=2, cp=2, tp=2, ep=8, zero=3),  # noqa: E501
-        _case("cp4tp2-ep8-zero1-both", "all_to_all", 1, WINDOWS, SIGMOID, BIAS, GPT_OSS_EXPERTS, cp=4, tp=2, ep=8, cp_kind="ulysses_ring"),  # noqa: E501
+        _case("dp4cp2tp2-ep8-zero3", "ragged", 4, MLA_MTP, balance=LOSSES, moe=PIECES, dp=4, cp=2, tp=2, ep=8, zero=3),  # noqa: E501
+        _case("dp2cp4tp2-ep8-zero1-both", "all_to_all", 1, WINDOWS, SIGMOID, BIAS, GPT_OSS_EXPERTS, dp=2, cp=4, tp=2, ep=8, cp_kind="ulysses_ring"),  # noqa: E501
         _case("dp2cp4tp2-ep4etp2-zero3-ring", "all_gather", 4, MLA_LITE, balance=SEQUENCE, dp=2, cp=4, tp=2, ep=4, etp=2, zero=3, cp_kind="ring"),  # noqa: E501
         _case("dp4cp4-ep16-zero1-gather", "all_to_all", model=OLMOE_HEADS, balance=QUANTILE, moe=LATENT, dp=4, cp=4, ep=16, cp_kind="all_gather"),  # noqa: E501
         # Stages: uneven, with chunks, with everything that rides along.
         _case("pp2-1f1b", "all_gather", 4, (("num_layers", 3),), pp=2),
         _case("pp2vpp2dp2tp2-ep4-zero3", "all_to_all", 4, STAGED, balance=LOSSES, pp=2, vpp=2, dp=2, tp=2, ep=4, zero=3),  # noqa: E501
-        _case("pp2vpp2dp2tp2-ep2-zero1-merged", "ragged", 4, STAGED_MTP, pp=2, vpp=2, schedule="merged", dp=2, tp=2, ep=2),  # noqa: E501
+        _case("pp2vpp2dp4tp2-ep2-zero1-merged", "ragged", 4, STAGED_MTP, pp=2, vpp=2, schedule="merged", dp=4, tp=2, ep=2),  # noqa: E501
         _case("pp4dp2-zero1-merged-tied", "all_gather", 4, TIED_MTP, balance=LOSSES, pp=4, schedule="merged", dp=2),  # noqa: E501
-        _case("dp4tp2-ep8-zero1-merged", "all_to_all", 4, STAGED_MTP, balance=LOSSES, dp=4, tp=2, ep=8, schedule="merged"),  # noqa: E501
+        _case("dp4tp4-ep8-zero1-merged", "all_to_all", 4, STAGED_MTP, balance=LOSSES, dp=4, tp=4, ep=8, schedule="merged"),  # noqa: E501
         _case("pp2cp2tp2-ep4-zero3-ring", "all_gather", 4, MLA_LITE, pp=2, cp=2, tp=2, dp=2, ep=4, zero=3, cp_kind="ring"),  # noqa: E501
         _case("pp2dp2tp2-ep4-zero3-zb", "all_to_all", 4, STAGED, balance=LOSSES, pp=2, dp=2, tp=2, ep=4, zero=3, schedule="zero_bubble"),  # noqa: E501
         _case("pp4dp2-zero1-zb-tied", "all_gather", 8, TIED_ALL, balance=LOSSES, pp=4, schedule="zero_bubble", dp=2),  # noqa: E501
         _case("pp2vpp2dp2tp2-ep2-zero1-zb", "ragged", 4, SELECTIVE, SIGMOID, BIAS, PIECES, pp=2, vpp=2, schedule="zero_bubble", dp=2, tp=2, ep=2),  # noqa: E501
+        # Stages and split rows together, in each of the ways of attention.
+        _case("pp2dp2cp2tp2-ep4etp2-zero1-ulysses", "ragged", 4, MLA_MTP, balance=LOSSES, pp=2, dp=2, cp=2, tp=2, ep=4, etp=2),  # noqa: E501
+        _case("pp2vpp2dp4cp2-ep8-zero1-gather", "all_to_all", 4, OLMOE_HEADS, balance=QUANTILE, moe=LATENT, pp=2, vpp=2, dp=4, cp=2, ep=8, cp_kind="all_gather"),  # noqa: E501
+        _case("pp2cp4tp2-ep8-zero3-both", "all_to_all", 4, WINDOWS_4, SIGMOID, BIAS, GPT_OSS_EXPERTS, pp=2, cp=4, tp=2, ep=8, zero=3, cp_kind="ulysses_ring"),  # noqa: E501
+        _case("pp2dp2cp2tp2-ep4-zero1-merged-ring", "all_gather", 4, WINDOWS_4, SIGMOID, BIAS, GPT_OSS_EXPERTS, pp=2, dp=2, cp=2, tp=2, ep=4, schedule="merged", cp_kind="ring"),  # noqa: E501
+        _case("pp2cp4tp2-ep2etp4-zero0-merged-both-rows", "all_gather", 4, MLA_LITE, packed=False, pp=2, cp=4, tp=2, ep=2, etp=4, zero=0, schedule="merged", cp_kind="ulysses_ring"),  # noqa: E501
+        _case("dp2cp4tp2-ep8etp2-zero3-merged-ring-rows", "ragged", 4, STAGED_MTP, balance=SEQUENCE, packed=False, dp=2, cp=4, tp=2, ep=8, etp=2, zero=3, schedule="merged", cp_kind="ring"),  # noqa: E501
+        _case("dp4cp2tp2-ep16-zero0-gather-rows", "all_to_all", 4, MLA_MTP, balance=LOSSES, packed=False, dp=4, cp=2, tp=2, ep=16, zero=0, cp_kind="all_gather"),  # noqa: E501
+        # Stages: experts split, nodes crossed, a tied head, microbatches and layers that do not
+        # divide, empty stages, fewer microbatches than stages.
+        _case("pp2dp2tp4-etp4-zero0", "all_gather", 4, MLA_TIED, balance=BIAS, pp=2, dp=2, tp=4, etp=4, zero=0),  # noqa: E501
+        _case("pp2dp4tp2-ep8-node4-zero3", "hierarchical", 4, STAGED, balance=LOSSES, moe=PIECES, pp=2, dp=4, tp=2, ep=8, node=4, zero=3),  # noqa: E501
+        _case("pp2dp2tp4-ep4etp2-zero3-merged", "ragged", 4, MLA_TIED, balance=SEQUENCE, moe=LATENT, pp=2, dp=2, tp=4, ep=4, etp=2, zero=3, schedule="merged"),  # noqa: E501
+        _case("pp4dp2tp2-ep4-zero3-tied-rows", "all_to_all", 4, TIED_MTP, balance=LOSSES, packed=False, pp=4, dp=2, tp=2, ep=4, zero=3),  # noqa: E501
+        _case("pp4vpp2dp2tp2-ep2etp2-zero1", "ragged", 6, STAGED_MTP, pp=4, vpp=2, dp=2, tp=2, ep=2, etp=2),  # noqa: E501
+        _case("pp2vpp2dp2tp4-ep8-zero3-merged-DM", "all_to_all", 7, DM_4, balance=LOSSES, pp=2, vpp=2, dp=2, tp=4, ep=8, zero=3, schedule="merged"),  # noqa: E501
+        _case("pp8tp2-ep2-zero1-merged", "all_gather", 2, STAGED_PLAIN, pp=8, layout="Et||tt|t||t||L", tp=2, ep=2, schedule="merged"),  # noqa: E501
+        # Layers computed again, but for what travelled.
+        _case("dp4tp4-ep4etp2-zero3-selective", "ragged", 4, MLA_SELECTIVE, balance=LOSSES, moe=PIECES, dp=4, tp=4, ep=4, etp=2, zero=3),  # noqa: E501
+        _case("dp8cp2-ep16-node8-zero1-selective", "hierarchical", 2, WINDOWS_SELECTIVE, SIGMOID, BIAS, GPT_OSS_EXPERTS, dp=8, cp=2, ep=16, node=8),  # noqa: E501
+        _case("pp2vpp2dp4tp2-ep8-zero3-merged-selective", "ragged", 4, SELECTIVE, balance=LOSSES, pp=2, vpp=2, dp=4, tp=2, ep=8, zero=3, schedule="merged"),  # noqa: E501
+        _case("pp2vpp2dp4cp2-ep8-node4-zero1-merged-selective", "hierarchical", 4, STAGED_SELECTIVE, balance=LOSSES, pp=2, vpp=2, dp=4, cp=2, ep=8, node=4, schedule="merged"),  # noqa: E501
         # The five of the case "expert gradients exactly ep times too big", on 8 devices.
         _case("dp8-ep4", "all_to_all", dp=8, ep=4),
         _case("dp8-etp4", "all_gather", dp=8, etp=4),
@@ -123,11 +154,12 @@ FOLDS = {
     )
 }
 # Every axis, ZeRO stage, dispatcher but the oracle's, all losses and biases, 1 and 4 microbatches,
-# all attention, experts of gpt-oss, a module that predicts a further token.
+# all attention, experts of gpt-oss, a module that predicts a further token; layers kept, computed
+# again, and computed again but for what travelled.
 COVERING = (
-    "dp4tp4-ep8-zero1", "dp4tp4-ep4etp2-zero3", "dp4tp4-ep4etp4-zero3", "dp8tp2-ep2etp4-zero0",
-    "dp2cp2tp2-ep8-zero3", "pp2vpp2dp2tp2-ep4-zero3", "pp2dp2tp2-ep4-zero3-zb",
-    "pp4dp2-zero1-merged-tied",
+    "dp4tp4-ep8-zero1", "dp4tp4-ep4etp2-zero3", "dp8tp2-ep2etp4-zero0", "dp4cp2tp2-ep8-zero3",
+    "pp2vpp2dp2tp2-ep4-zero3", "pp2dp2tp2-ep4-zero3-zb", "pp4dp2-zero1-merged-tied",
+    "pp2vpp2dp4tp2-ep8-zero3-merged-selective",
 )  # fmt: skip
 COVERING_64 = ("dp4tp4-ep4etp4-zero3", "dp4tp4-ep8-zero1", "pp2vpp2dp2tp2-ep4-zero3")
 GRADIENTS = ("dp8-etp4", "dp8-ep8-zero3", "dp2tp4-ep2etp2")
@@ -155,14 +187,21 @@ def oracle_of(case: Case) -> Case:
     return replace(case, name="", parallel=alone, dispatch="reference", model=model)
 
 
-def batches(microbatches: int, steps: int = STEPS, cp: int = 1) -> list[dict[str, np.ndarray]]:
-    """Returns packed batches [microbatches, rows, L]: two documents a row, padding, empty rows."""
+def batches(
+    microbatches: int, steps: int = STEPS, cp: int = 1, packed: bool = True
+) -> list[dict[str, np.ndarray]]:
+    """Returns batches [microbatches, rows, L]: two documents a row (or one), padding, empty rows.
+    Rows that the microbatches do not divide are left out."""
     generator = np.random.default_rng(0)
     segments = np.ones((ROWS, LENGTH), np.int32)
-    segments[:, 9:] = 2
-    segments[3, 12:] = 0
+    positions = np.tile(np.arange(LENGTH, dtype=np.int32), (ROWS, 1))
+    if packed:
+        segments[:, 9:], positions[:, 9:] = 2, range(LENGTH - 9)
+        segments[3, 12:] = 0
+    else:
+        segments[1::2, 11:] = 0
     segments[5] = 0
-    positions = np.tile([*range(9), *range(LENGTH - 9)], (ROWS, 1)).astype(np.int32)
+    used = ROWS - ROWS % microbatches
     made = []
     for _ in range(steps):
         tokens = generator.integers(0, VOCAB, (ROWS, LENGTH), dtype=np.int32)
@@ -172,7 +211,7 @@ def batches(microbatches: int, steps: int = STEPS, cp: int = 1) -> list[dict[str
         arrays = dict(tokens=tokens, targets=targets, segment_ids=segments, positions=positions)
         if cp > 1:
             arrays["order"] = order_tokens(segments, cp)
-        made.append({k: a.reshape(microbatches, -1, LENGTH) for k, a in arrays.items()})
+        made.append({k: a[:used].reshape(microbatches, -1, LENGTH) for k, a in arrays.items()})
     return made
 
 
@@ -210,7 +249,8 @@ def make_trainer(
     )  # fmt: skip
 
     def new_state() -> TrainState:
-        copied = jax.tree.map(jnp.copy, _first_state(oracle_of(case), dtype))  # a step donates it
+        alone = replace(oracle_of(case), microbatches=1, packed=True)  # all that have this state
+        copied = jax.tree.map(jnp.copy, _first_state(alone, dtype))  # a step donates it
         if pipeline:
             parts = in_slots(pipeline, (copied.params, copied.opt_state))
             copied = replace(copied, params=parts[0], opt_state=parts[1])
@@ -245,7 +285,7 @@ def tiny_run(case: Case, dtype: str = "float32", steps: int = STEPS) -> Record:
     """Trains a few steps; returns losses, gradient norms, gradients, MoE metrics."""
     trainer = make_trainer(case, dtype)
     state, metrics = trainer.new_state(), []
-    for batch in batches(case.microbatches, steps, case.parallel.cp):
+    for batch in batches(case.microbatches, steps, case.parallel.cp, case.packed):
         state, out = trainer.step(state, batch)
         if trainer.layout.pipeline and not metrics:
             out["grads"] = in_units(trainer.layout.pipeline, out["grads"])

@@ -1,6 +1,7 @@
 """One device against folds: same loss, same gradients, same norm (the covering subset).
 
-The whole list, in float32 and float64, is `make parity` (tests/parity.py).
+The whole list, in float32 and float64, is `make parity` (tests/parity.py); some of it in float64,
+test_parity_64.py, a file of its own so that another core runs it.
 """
 
 from functools import cache
@@ -13,7 +14,6 @@ from moejax.core.mesh import ParallelConfig
 from tests.oracle import max_relative_error
 from tests.train.folds import (
     COVERING,
-    COVERING_64,
     FOLDS,
     GRADIENTS,
     Case,
@@ -49,14 +49,6 @@ def test_a_fold_trains_as_one_device_does(name):
         for loss in {"batch_loss", "sequence_loss", "global_loss", "z_loss"} & set(right):
             np.testing.assert_allclose(mine[loss], right[loss], rtol=1e-5, err_msg=loss)
         assert not mine["dropped"].any()
-
-
-@pytest.mark.parametrize("name", COVERING_64)
-def test_a_fold_trains_as_one_device_does_in_float64(name):
-    case = FOLDS[name]
-    with jax.enable_x64(True):
-        found = errors(tiny_run(case, "float64"), oracle(oracle_of(case), "float64"))
-    assert not misses(found, "float64"), found
 
 
 @pytest.mark.parametrize("name", GRADIENTS)

@@ -21,6 +21,8 @@ from tests.train.folds import Case, batches, make_trainer
 ROOT = Path(__file__).parents[2]
 RECIPE = Path(__file__).with_name("tiny_recipe.py")
 STEPS, SAVE_EVERY = 60, 10
+# Of a process that a test starts: XLA optimizes its programs as little as those of tests.
+CHILD = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 
 
 def write_text(folder: Path) -> Path:
@@ -45,7 +47,7 @@ def start(folder: Path, name: str, recipe: str = "tiny", *more: str) -> subproce
     with open(folder / f"{name}.log", "a") as log:
         return subprocess.Popen(
             [sys.executable, str(ROOT / "launch/train.py"), *arguments],
-            stdout=log, stderr=subprocess.STDOUT, env=os.environ | {"JAX_PLATFORMS": "cpu"},
+            stdout=log, stderr=subprocess.STDOUT, env=os.environ | CHILD,
         )  # fmt: skip
 
 
