@@ -13,7 +13,6 @@ from moejax.model.config import ModelConfig
 from moejax.parallel.stages import CHOICES, in_slots, in_units, pipeline_of
 from moejax.train.checkpoint import CheckpointConfig, Checkpointer
 from moejax.train.step import make_eval_step
-from tests.oracle import max_relative_error
 from tests.train.folds import Case, batches, make_trainer
 
 SHAPE = (("num_layers", 4), ("remat", "full"))
@@ -90,19 +89,6 @@ def test_memory_does_not_grow_with_the_microbatches(schedule, counts):
         lowered = trainer.step.lower(trainer.layout.resting, jax.tree.map(jnp.asarray, batch))
         sizes.append(lowered.compile().memory_analysis().temp_size_in_bytes)
     assert max(sizes) - sizes[0] < 0.03 * sizes[0], sizes
-
-
-@pytest.mark.parametrize("remat", ["none", "selective"])  # "full": a fold of `COVERING`
-def test_a_split_backward_gives_the_gradients_of_a_whole_one(remat):
-    """Two kinds of layers, five over four chunks: some rank has nothing at some position."""
-    model = (("num_layers", 5), ("first_k_dense", 1), ("remat", remat))
-    grads = []
-    for schedule in ("1f1b", "zero_bubble"):
-        parallel = ParallelConfig(pp=2, vpp=2, zero=0, schedule=schedule)
-        trainer = make_trainer(Case("split", parallel, "all_gather", 4, model))
-        grads.append(trainer.step(trainer.new_state(), batches(4, 1)[0])[1]["grads"])
-    for error in jax.tree.leaves(jax.tree.map(max_relative_error, *grads)):
-        assert error < 2e-6
 
 
 def test_layers_come_back_in_order_from_their_slots():

@@ -1,6 +1,6 @@
 """A backward in two parts: the same results, no product twice, and little in between."""
 
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from moejax.parallel import units
 from moejax.parallel.split import split
 from tests.oracle import max_relative_error
 from tests.parallel.test_pipeline import branches, traced
-from tests.train.folds import Case
+from tests.train.folds import Case, batches, make_trainer
 
 T, D, F = 8, 4, 6
 
@@ -107,3 +107,20 @@ def test_a_layer_sends_rows_in_the_first_part_alone(remat, monkeypatch):
     assert count(parts.second, "exp") == 0
     assert count(parts.first, "reduce_scatter") < 4 * count(parts.second, "reduce_scatter")
     assert not [v for v in parts.second.outvars if isinstance(v, Literal)]
+
+
+@cache
+def gradients(schedule: str, remat: str):
+    """Returns those of a step; two kinds of layers, five over four chunks: some rank has nothing at
+    some position."""
+    model = (("num_layers", 5), ("first_k_dense", 1), ("remat", remat))
+    parallel = ParallelConfig(pp=2, vpp=2, zero=0, schedule=schedule)
+    trainer = make_trainer(Case("split", parallel, "all_gather", 4, model))
+    return trainer.step(trainer.new_state(), batches(4, 1)[0])[1]["grads"]
+
+
+@pytest.mark.parametrize("remat", ["none", "selective"])  # "full": a fold of `COVERING`
+def test_a_split_backward_gives_the_gradients_of_a_whole_one(remat):
+    found, right = gradients("zero_bubble", remat), gradients("1f1b", "none")
+    for error in jax.tree.leaves(jax.tree.map(max_relative_error, found, right)):
+        assert error < 2e-6
