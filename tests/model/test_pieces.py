@@ -34,7 +34,7 @@ def test_pieces_equal_the_whole(count):
     whole = loss(lambda w, r: toy(w, r, numbers))
     assert int(cut[0][1]["kept"]) == 6
     for mine, right in zip(*map(jax.tree.leaves, (cut, whole)), strict=True):
-        assert max_relative_error(mine, right) < 1e-6
+        assert max_relative_error(mine, right) < 2e-6  # XLA optimizes little here, and sines vary
 
 
 def test_gradients_of_bfloat16_weights_are_summed_in_float32():
