@@ -94,10 +94,16 @@ def slop(memory: Any, cluster: Cluster) -> int:
 
 
 def compiler(config: Config, folder: Path) -> Callable[[jax.stages.Lowered], jax.stages.Compiled]:
-    """Returns what compiles the train step of a run on the devices of this job."""
-    gpu, num_gpus = gpu_of(jax.devices()[0].device_kind), len(jax.devices())
-    if gpu is None or gpu not in CLUSTERS or streams(config) == 1:
-        return lambda lowered: lowered.compile()
+    """Returns what compiles the train step of a run on the devices of this job: once, and by price
+    where microbatches are merged. For devices that have no prices it says so."""
+    kind, num_gpus = jax.devices()[0].device_kind, len(jax.devices())
+    gpu, once = gpu_of(kind), lambda lowered: lowered.compile()
+    if streams(config) == 1:
+        return once
+    if gpu is None or gpu not in CLUSTERS:
+        if processes.is_first():
+            print(f"note: {kind} has no prices: XLA's own schedule, with less overlap", flush=True)
+        return once
 
     def twice(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         first = lowered.compile(OPTIONS)

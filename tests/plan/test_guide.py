@@ -73,7 +73,7 @@ def test_memory_that_outputs_reuse_is_free(arguments, temp_free, right):
     assert guide.slop(memory, cluster) == 95
 
 
-def test_a_run_compiles_twice_where_microbatches_are_merged(tmp_path, monkeypatch):
+def test_a_run_compiles_twice_where_microbatches_are_merged(tmp_path, monkeypatch, capsys):
     """By the first program's prices, which lie in a file; elsewhere once, as it always was."""
     asked: list = []
     program = SimpleNamespace(
@@ -86,7 +86,7 @@ def test_a_run_compiles_twice_where_microbatches_are_merged(tmp_path, monkeypatc
     read = Program((), {}, {}, (), EVENTS)
     monkeypatch.setattr(guide, "read_step", lambda text, *_: read if text else None)
     guide.compiler(merged(), tmp_path)(lowered)  # a CPU's
-    assert asked == [()]
+    assert asked == [()] and "no prices" in capsys.readouterr().out
     devices = [SimpleNamespace(device_kind="NVIDIA H100 80GB HBM3")] * 8
     monkeypatch.setattr(jax, "devices", lambda: devices)
     guide.compiler(demo(), tmp_path)(lowered)
@@ -128,6 +128,10 @@ def test_by_price_dispatch_and_combine_run_under_products():
         return waits / busy
 
     assert exposed(plan) < 0.3
+    kinds = dict(plan.memory.kinds)  # what loops carry has its name
+    rows = 2 * 20480 * 4096  # of one layer's rows, bytes
+    assert 12 * rows < kinds["saved activations"] < 20 * rows  # 3 slots of 4 layers, and more
+    assert kinds["gradients"] > 0.9 * kinds["weights"]
     assert exposed(compiled_plan(overlap.apart(small()), H100, 64)) > 0.7
     program = compile_step(overlap.apart(small()), H100, 64).text
     saved = r"bf16\[\d+,20480,4096\]"  # rows of 2,048 tokens, eight times, and a quarter more
