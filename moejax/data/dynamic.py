@@ -15,7 +15,6 @@ documents do not come out even, the shortest are dealt again, as sums that fill 
 over the smallest group that has room, in uneven pieces if need be.
 """
 
-import copy
 from collections.abc import Sequence
 
 SLACK = 1.05
@@ -31,8 +30,8 @@ Part = tuple[int, list[int]]
 
 def deal(sizes: Sequence[int], room: int, groups: Sequence[int]) -> list[Part]:
     """Returns the Part of each document of a row, of so many tokens, on ranks with room for so
-    many each; `groups`: the sizes of groups, 1 first and all ranks last. Documents, together, have
-    no more tokens than there is room for."""
+    many each; `groups`: the sizes of groups, 1 first and all ranks last. The same wherever it is
+    asked. Raises ValueError where the documents, together, have more tokens than there is room."""
     mean = sum(size * size for size in sizes) / groups[-1]
 
     def fits(size: int, group: int) -> bool:
@@ -42,30 +41,31 @@ def deal(sizes: Sequence[int], room: int, groups: Sequence[int]) -> list[Part]:
     made = []
     for largest in groups:
         if largest >= max(asked, default=1):
-            made.append(_dealt(_Deal(sizes, asked, room, groups, SLACK * mean, largest)))
+            made.append(_dealt(sizes, asked, room, groups, SLACK * mean, largest))
             if made[-1].level <= largest and max(made[-1].work) <= EVEN * mean:
                 break
     best = min(made, key=lambda one: max(one.work))
     return [best.parts[d] for d in range(len(sizes))]
 
 
-def _dealt(deal: "_Deal") -> "_Deal":
-    """Returns what becomes of nothing dealt: the longest documents first, and, if then some group
-    is larger than the largest one meant, once more, the shortest so that they fill ranks."""
-    sizes, ranks, again = deal.sizes, deal.groups[-1], copy.deepcopy(deal)
+def _dealt(sizes, asked, room: int, groups: Sequence[int], limit: float, largest: int) -> "_Deal":
+    """Returns documents dealt, the longest first; if then some group is larger than `largest`, once
+    more, the shortest so that they fill ranks, or as before, where that is no better."""
     longest = sorted(range(len(sizes)), key=lambda d: -sizes[d])
-    deal.place(longest)
-    if deal.level <= deal.largest:
-        return deal
-    last = sorted([d for d in longest if deal.asked[d] == 1][-REFILL * ranks :])
-    before = [d for d in longest if d not in set(last)]
-    widest = max((-(-sizes[d] // deal.asked[d]) for d in before), default=0)
-    kept = min(sum(sizes[d] for d in last) // (2 * ranks), again.room[0] - widest)
-    again.room = [tokens - kept for tokens in again.room]
+    first = _Deal(sizes, asked, room, groups, limit, largest)
+    first.place(longest)
+    if first.level <= largest:
+        return first
+    last = sorted([d for d in longest if asked[d] == 1][-REFILL * groups[-1] :])
+    chosen = set(last)
+    before = [d for d in longest if d not in chosen]
+    widest = max((-(-sizes[d] // asked[d]) for d in before), default=0)
+    kept = min(sum(sizes[d] for d in last) // (2 * groups[-1]), room - widest)  # for the last
+    again = _Deal(sizes, asked, room - kept, groups, limit, largest)
     again.place(before)
     again.room = [tokens + kept for tokens in again.room]
     again.place(again.fill(last))
-    return min(deal, again, key=lambda one: (one.level, max(one.work)))
+    return min(first, again, key=lambda one: (one.level, max(one.work)))
 
 
 class _Deal:
