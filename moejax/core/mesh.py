@@ -26,7 +26,7 @@ ATTENTION = ("pp", "dp", "cp", "tp")
 EXPERTS = ("pp", "edp", "ep", "etp")
 EP = ("ep", "ep_out", "ep_in")
 """The expert-parallel role, or its two parts, slowest first."""
-CONTEXTS = ("ulysses", "ulysses_ring", "ring", "all_gather")
+CONTEXTS = ("ulysses", "ulysses_ring", "ring", "all_gather", "dynamic")
 Reading = Mapping[str, int]
 _MAY_BE_0 = ("dp", "edp", "node", "vpp")
 
@@ -55,7 +55,9 @@ class ParallelConfig:
     cp_kind: str = "ulysses"
     """How attention sees whole rows: "ulysses" (heads are split instead: cp divides those that tp
     leaves), "ring" (keys and values travel, in blocks; with pp, head by head), "ulysses_ring"
-    (heads as far as those of keys divide, a ring beyond), "all_gather" (keys, or latents)."""
+    (heads as far as those of keys divide, a ring beyond), "all_gather" (keys, or latents),
+    "dynamic" (the same, of as many ranks as the longest documents of a microbatch are cut over:
+    1, 2, 4 .. cp, each document by its length)."""
     tp: int = 1
     """Tensor-parallel degree (with sequence parallelism between) of attention and dense MLPs."""
     ep: int = 1
@@ -152,6 +154,15 @@ class Fold:
         sizes = dict(self.axes)
         return prod(sizes[axis] for axis in self[role])
 
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """The sizes of the groups of neighbouring cp ranks over which "dynamic" cuts documents,
+        1 .. cp, each along the innermost axes; () of other kinds."""
+        if self.context != "dynamic" or not self["cp"]:
+            return ()
+        sizes = dict(self.axes)
+        return tuple(accumulate((sizes[axis] for axis in self["cp"][::-1]), mul, initial=1))
+
 
 def _cut_ep(experts: Reading, node: int) -> dict[str, int]:
     """Returns the expert reading with ep cut at the border of nodes of so many devices, in one
@@ -237,7 +248,8 @@ def _factors(size: int) -> list[int]:
 
 def fold(attention: Reading, experts: Reading, context: str = CONTEXTS[0]) -> Fold:
     """Returns the common refinement of the two readings (role -> degree, slowest first). Where
-    `context` is "ulysses_ring", which splits cp once more, cp has a mesh axis for each prime.
+    `context` is one that splits cp once more ("ulysses_ring", "dynamic"), cp has a mesh axis for
+    each prime.
 
     Of an expert reading that has ep_out and ep_in in the place of ep, the role ep is both; of one
     that has not, ep_in is ep.
@@ -263,7 +275,7 @@ def fold(attention: Reading, experts: Reading, context: str = CONTEXTS[0]) -> Fo
         owners = dict.fromkeys((_role_at(attention, inner), _role_at(experts, inner)))
         name = "_".join(owners)
         sizes = [outer // inner]
-        if context == "ulysses_ring" and "cp" in owners:
+        if context in ("ulysses_ring", "dynamic") and "cp" in owners:
             sizes = _factors(*sizes)
         for number, size in enumerate(sizes):
             piece = name if len(sizes) == 1 else f"{name}_{number}"

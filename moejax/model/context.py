@@ -31,12 +31,17 @@ class Spread(NamedTuple):
     """Document ids of the whole rows."""
     place_bl: Int[Array, "b l"]
     """The places of the tokens that are here: this rank's part of the order."""
+    groups: "tuple[Spread, ...]" = ()
+    """With "dynamic": how the rows of this rank's groups, which have the group's tokens alone, are
+    spread over them; the smallest group of more than one rank first."""
+    level: Int[Array, ""] | None = None
+    """With "dynamic": of how many of the groups a document has more than one part, in any row."""
 
 
-def _mine(order: Int[Array, "... L"], fold: Fold) -> Int[Array, "... l"]:
-    """Returns this rank's part of the order."""
-    size = order.shape[-1] // fold.degree("cp")
-    start = collectives.axis_index(fold["cp"]) * size
+def _mine(order: Int[Array, "... L"], axes: tuple[str, ...]) -> Int[Array, "... l"]:
+    """Returns the part of the order that is of this rank of those along `axes`."""
+    size = order.shape[-1] // collectives.axis_size(axes)
+    start = collectives.axis_index(axes) * size
     return jax.lax.dynamic_slice_in_dim(order, start, size, axis=-1)
 
 
@@ -54,7 +59,7 @@ def split_rows(batch: Batch, fold: Fold) -> Batch:
         return batch
     if "order" not in batch:
         raise ValueError('with cp a batch needs the "order" of its tokens (data.context)')
-    here = _mine(batch["order"], fold)
+    here = _mine(batch["order"], fold["cp"])
     mine = {name: take(a, here) for name, a in batch.items() if name != "order"}
     return mine | {"order": batch["order"], "row_ids": batch["segment_ids"]}
 
@@ -63,10 +68,36 @@ def spread_of(micro: Batch, fold: Fold) -> Spread | None:
     """Returns the Spread of a microbatch that `split_rows` made; None where rows are whole."""
     if not fold["cp"]:
         return None
-    order_bL = micro["order"]
-    return Spread(
-        order_bL, jnp.argsort(order_bL, axis=1), micro["row_ids"], _mine(order_bL, fold)
-    )
+    order_bL, ids_bL = micro["order"], micro["row_ids"]
+    back_bL = jnp.argsort(order_bL, axis=1)
+    spread = Spread(order_bL, back_bL, ids_bL, _mine(order_bL, fold["cp"]))
+    if not fold.groups:
+        return spread
+    axes = fold["cp"]
+    groups = tuple(_group(spread, axes[:first], axes[first:]) for first in range(len(axes))[::-1])
+    return spread._replace(groups=groups, level=_level(spread, fold))
+
+
+def _group(spread: Spread, outer: tuple[str, ...], inner: tuple[str, ...]) -> Spread:
+    """Returns the Spread, over `inner`, of rows that have this group's tokens alone. Order and
+    places are among these."""
+    place_bG = _mine(spread.order_bL, outer)
+    back_bG = jnp.argsort(place_bG, axis=1)
+    order_bG = jnp.argsort(back_bG, axis=1).astype(place_bG.dtype)
+    ids_bG = take(spread.ids_bL, take(place_bG, back_bG))
+    return Spread(order_bG, back_bG, ids_bG, _mine(order_bG, inner))
+
+
+def _level(spread: Spread, fold: Fold) -> Int[Array, ""]:
+    """Returns how many sizes of groups, the smallest first, do not hold every document whole: those
+    for which neighbouring tokens of a document are in two groups."""
+    ids_bL, size = spread.ids_bL, spread.place_bl.shape[1]
+    together_bL = (ids_bL[:, 1:] == ids_bL[:, :-1]) & (ids_bL[:, 1:] != 0)
+    level = jnp.zeros((), jnp.int32)
+    for ranks in fold.groups[:-1]:
+        group_bL = spread.back_bL // (ranks * size)
+        level += (together_bL & (group_bL[:, 1:] != group_bL[:, :-1])).any().astype(jnp.int32)
+    return level
 
 
 @jax.custom_vjp

@@ -102,7 +102,8 @@ class Run:
         "order" in which cp ranks have their tokens."""
         made = {}
         if self.layout.fold["cp"]:
-            order = order_tokens(batch["segment_ids"], self.layout.fold.degree("cp"))
+            fold = self.layout.fold
+            order = order_tokens(batch["segment_ids"], fold.degree("cp"), fold.groups)
             batch = batch | {"order": order}
         for name, rows in self.abstract_batch().items():
             if name == "routing" and name not in batch:

@@ -8,11 +8,11 @@ that recomputes the scores from the log-sum-exp (Dao et al., 2022): memory linea
 
 A row of few query blocks is unrolled, each block with one static range of keys; a longer one loops
 over query blocks and, inside, over key blocks. Where queries and keys have positions, the range is
-looked up in these (when unrolled: all keys). Products are batched over [c*G, R*rows, width] (c
-rows of the batch, R query heads to a key head) in the forms that XLA:CPU runs fast in bfloat16: no
-product sums over rows, so dk and dv are kept transposed and q and do are turned instead. The
-barriers keep XLA from fusing across a product, which recomputes the mask for every head, or turns
-a fast product into a slow one.
+looked up in these and in the documents (when unrolled: all keys). Products are batched over
+[c*G, R*rows, width] (c rows of the batch, R query heads to a key head) in the forms that XLA:CPU
+runs fast in bfloat16: no product sums over rows, so dk and dv are kept transposed and q and do are
+turned instead. The barriers keep XLA from fusing across a product, which recomputes the mask for
+every head, or turns a fast product into a slow one.
 
 FLOPs: 4*B*N*L*S*H forward, half of it skipped when causal; backward 2.5 times that.
 """
@@ -131,23 +131,30 @@ def _scores(q, k, bias, c: int, plan: _Plan):
     return _dot(q, k, (2, 2)).reshape(c, -1, *bias.shape[2:]) * plan.scale + bias
 
 
-def _range_of(i, positions, plan: _Plan):
-    """The keys, as (first, end), of which query block i sees any in some row of the batch."""
-    rows_cl, keys_cS = _cut(positions[0], i * plan.rows, plan.rows), positions[1]
+def _range_of(i, marks: _Marks, plan: _Plan):
+    """The keys, as (first, end), of which query block i sees any in some row of the batch: none
+    before those of its first query's document, where these are here at all."""
+    rows_cl, keys_cS = _cut(marks.positions[0], i * plan.rows, plan.rows), marks.positions[1]
     end = (keys_cS <= rows_cl.max(axis=1, keepdims=True)).sum(axis=1, dtype=jnp.int32).max()
-    if plan.window is None:
-        return jnp.int32(0), end
-    before_c = (keys_cS <= rows_cl[:, :1] - plan.window).sum(axis=1, dtype=jnp.int32)
-    return before_c.min(), end
+    first = jnp.int32(0)
+    if marks.ids is not None:
+        ids_cl, ids_cS = _cut(marks.ids[0], i * plan.rows, plan.rows), marks.ids[1]
+        true_c = lax.argmax(ids_cl != 0, 1, jnp.int32)
+        document_c1 = jnp.take_along_axis(ids_cl, true_c[:, None], axis=1)
+        first = lax.argmax(ids_cS == document_c1, 1, jnp.int32).min()
+    if plan.window is not None:
+        before_c = (keys_cS <= rows_cl[:, :1] - plan.window).sum(axis=1, dtype=jnp.int32)
+        first = jnp.maximum(first, before_c.min())
+    return first, end
 
 
-def _over_keys(i, S: int, positions, plan: _Plan, step, carry):
+def _over_keys(i, S: int, marks: _Marks, plan: _Plan, step, carry):
     """Folds carry = step(carry, first key, size) over the keys that query block i sees any of.
 
     Unrolled, i is an int, there is one step, and it gets None for the carry.
     """
-    if positions is not None:
-        first_key, end_key = _range_of(i, positions, plan) if plan.looped else (0, S)
+    if marks.positions is not None:
+        first_key, end_key = _range_of(i, marks, plan) if plan.looped else (0, S)
     else:
         first_key = 0 if plan.window is None else i * plan.rows + plan.offset - plan.window + 1
         end_key = (i + 1) * plan.rows + plan.offset
@@ -192,7 +199,7 @@ def _forward_chunk(q, k, v, marks: _Marks, sinks, plan: _Plan):
             new = part(q_i, row0, key0, size)
             return new if so_far is None else _join(so_far, new)
 
-        peak, total, out = _over_keys(i, S, marks.positions, plan, step, start)
+        peak, total, out = _over_keys(i, S, marks, plan, step, start)
         if sinks is not None:
             sink = jnp.broadcast_to(sinks.astype(wide)[None, None, :, None], (c, plan.rows, N, 1))
             sink = _heads_first(sink, G)
@@ -254,7 +261,7 @@ def _backward_chunk(q, k, v, marks: _Marks, lse, do, correction, plan: _Plan):
             dq = dq_j if dq is None else dq + dq_j
             return dq, add(dk, _dot(q_turned, ds, (2, 1))), add(dv, _dot(do_turned, p, (2, 1)))
 
-        dq, dk, dv = _over_keys(i, S, marks.positions, plan, step, (q_i.astype(wide) * 0, *carry))
+        dq, dk, dv = _over_keys(i, S, marks, plan, step, (q_i.astype(wide) * 0, *carry))
         return (dk, dv), _heads_last(dq.astype(narrow), c, plan.rows)
 
     zero = k[:, :1, :1].astype(wide) * 0  # a carry starts as varying as it ends
@@ -340,8 +347,15 @@ def attention(q_BLNH, k_BSGH, v_BSGV, segment_ids, window, sinks, scale, positio
     plan = _plan(B, L, S, N, window, scale)
     marks = _padded(segment_ids, positions, plan)
     q, k, v = _pad(q_BLNH, plan.rows), _pad(k_BSGH, plan.keys), _pad(v_BSGV, plan.keys)
-    out, lse = _attend(q, k, v, marks, sinks, plan)
+    with jax.named_scope(_scope(plan)):
+        out, lse = _attend(q, k, v, marks, sinks, plan)
     return out[:, :L], lse[:, :L]
+
+
+def _scope(plan: _Plan) -> str:
+    """From which a reader of the compiled program knows that keys are skipped for a window, not for
+    documents alone."""
+    return "causal" if plan.window is None else "window"
 
 
 def gradients(arrays, results, cotangents, segment_ids, window, scale, positions):
@@ -351,5 +365,6 @@ def gradients(arrays, results, cotangents, segment_ids, window, scale, positions
     q, out, lse, *cotangents = (_pad(a, plan.rows) for a in (arrays[0], *results, *cotangents))
     k, v = (_pad(a, plan.keys) for a in arrays[1:])
     saved = (q, k, v, _padded(segment_ids, positions, plan), None, out, lse)
-    dq, dk, dv, *_ = _attend_backward(plan, saved, cotangents)
+    with jax.named_scope(_scope(plan)):
+        dq, dk, dv, *_ = _attend_backward(plan, saved, cotangents)
     return dq[:, :L], dk[:, :S], dv[:, :S]

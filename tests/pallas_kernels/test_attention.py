@@ -130,6 +130,24 @@ def test_parts_of_a_row_by_position(blocks, window, monkeypatch):
             assert max_relative_error(one, other) <= 1e-10
 
 
+def test_keys_of_documents_before_are_skipped():
+    """By position: those before the first document of a block of queries, in all rows."""
+    plan = xla._Plan(1, 1, 4, 4, True, 0, None, 1.0)
+    ids = jnp.asarray([[1] * 6 + [2] * 4 + [0] + [3] * 5, [1] * 9 + [2] * 7], jnp.int32)
+    at = jnp.broadcast_to(jnp.arange(16, dtype=jnp.int32)[None], (2, 16))
+
+    def ranges(rows, plan=plan, keys=slice(0, 16)):
+        both = (ids[rows], ids[rows, keys]), (at[rows], at[rows, keys])
+        marks = xla._Marks(*both)
+        return [tuple(int(n) for n in xla._range_of(i, marks, plan)) for i in range(4)]
+
+    assert ranges(slice(0, 1)) == [(0, 4), (0, 8), (6, 12), (11, 16)]
+    assert ranges(slice(0, 2)) == [(0, 4), (0, 8), (0, 12), (9, 16)]
+    assert ranges(slice(0, 1), plan._replace(window=3)) == [(0, 4), (2, 8), (6, 12), (11, 16)]
+    # Of a document that has no key here nothing is known.
+    assert ranges(slice(0, 1), keys=slice(8, 16)) == [(0, 0), (0, 0), (0, 4), (3, 8)]
+
+
 def test_the_batch_is_worked_on_in_chunks(monkeypatch):
     """Rows of the batch do not mix, however many are worked on at once."""
     q, k, v, *_ = _inputs("causal", "float32")

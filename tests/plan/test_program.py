@@ -212,8 +212,8 @@ def test_attention_of_ours_is_a_kernel():
 
 
 def test_a_branch_counts_as_often_as_its_name_says():
-    """A pipeline's head runs in the ticks whose number its scope has; of a layer's branches the
-    longest is taken every time."""
+    """A pipeline's head runs in the ticks whose number its scope has; of a layer's branches that
+    with the most work, not the most instructions, is taken every time."""
     text = """HloModule m
 
 %head (a: bf16[64,32]) -> bf16[64,16] {
@@ -224,6 +224,9 @@ def test_a_branch_counts_as_often_as_its_name_says():
 
 %none (b: bf16[64,32]) -> bf16[64,16] {
   %b = bf16[64,32]{1,0} parameter(0)
+  %one = bf16[1]{0} constant({...})
+  %two = bf16[1]{0} copy(%one)
+  %three = bf16[1]{0} copy(%two)
   ROOT %c = bf16[64,16]{1,0} constant({...})
 }
 

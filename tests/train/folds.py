@@ -5,6 +5,7 @@
 microbatches.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -53,13 +54,16 @@ class Case:
     """Changed leaves of its MoE layers."""
     packed: bool = True
     """Two documents a row; else one, of any length."""
+    short: bool = False
+    """Four documents in each row of the second half."""
 
 
 def _case(
-    name, dispatch, microbatches=1, model=(), router=(), balance=(), moe=(), packed=True, **degrees
-) -> Case:
+    name, dispatch, microbatches=1, model=(), router=(), balance=(), moe=(), packed=True,
+    short=False, **degrees,
+) -> Case:  # fmt: skip
     parallel = ParallelConfig(**degrees)
-    return Case(name, parallel, dispatch, microbatches, model, router, balance, moe, packed)
+    return Case(name, parallel, dispatch, microbatches, model, router, balance, moe, packed, short)
 
 
 SEQUENCE = (("batch_coeff", 0.0), ("sequence_coeff", 0.05))
@@ -131,6 +135,9 @@ FOLDS = {
         _case("pp2cp4tp2-ep2etp4-zero0-merged-both-rows", "all_gather", 4, MLA_LITE, packed=False, pp=2, cp=4, tp=2, ep=2, etp=4, zero=0, schedule="merged", cp_kind="ulysses_ring"),  # noqa: E501
         _case("dp2cp4tp2-ep8etp2-zero3-merged-ring-rows", "ragged", 4, STAGED_MTP, balance=SEQUENCE, packed=False, dp=2, cp=4, tp=2, ep=8, etp=2, zero=3, schedule="merged", cp_kind="ring"),  # noqa: E501
         _case("dp4cp2tp2-ep16-zero0-gather-rows", "all_to_all", 4, MLA_MTP, balance=LOSSES, packed=False, dp=4, cp=2, tp=2, ep=16, zero=0, cp_kind="all_gather"),  # noqa: E501
+        # Documents cut over 4, 2 and 1 ranks, not alike in all microbatches, nor on ranks of dp.
+        _case("dp2cp4tp2-ep8-zero3-dynamic", "all_to_all", 4, MLA_MTP, balance=LOSSES, short=True, dp=2, cp=4, tp=2, ep=8, zero=3, cp_kind="dynamic"),  # noqa: E501
+        _case("pp2dp2cp4-ep8-zero1-merged-dynamic", "all_gather", 4, WINDOWS_4, SIGMOID, BIAS, GPT_OSS_EXPERTS, short=True, pp=2, dp=2, cp=4, ep=8, schedule="merged", cp_kind="dynamic"),  # noqa: E501
         # Stages: experts split, nodes crossed, a tied head, microbatches and layers that do not
         # divide, empty stages, fewer microbatches than stages.
         _case("pp2dp2tp4-etp4-zero0", "all_gather", 4, MLA_TIED, balance=BIAS, pp=2, dp=2, tp=4, etp=4, zero=0),  # noqa: E501
@@ -188,10 +195,15 @@ def oracle_of(case: Case) -> Case:
 
 
 def batches(
-    microbatches: int, steps: int = STEPS, cp: int = 1, packed: bool = True
+    microbatches: int,
+    steps: int = STEPS,
+    cp: int = 1,
+    packed: bool = True,
+    short: bool = False,
+    groups: Sequence[int] = (),
 ) -> list[dict[str, np.ndarray]]:
-    """Returns batches [microbatches, rows, L]: two documents a row (or one), padding, empty rows.
-    Rows that the microbatches do not divide are left out."""
+    """Returns batches [microbatches, rows, L]: two documents a row (or one; or four, in the second
+    half), padding, empty rows. Rows that the microbatches do not divide are left out."""
     generator = np.random.default_rng(0)
     segments = np.ones((ROWS, LENGTH), np.int32)
     positions = np.tile(np.arange(LENGTH, dtype=np.int32), (ROWS, 1))
@@ -201,6 +213,10 @@ def batches(
     else:
         segments[1::2, 11:] = 0
     segments[5] = 0
+    if short:
+        for rows, sizes in ((slice(8, None), [4, 4, 4, 4]), ([8, 9, 14, 15], [6, 4, 4, 2])):
+            segments[rows] = np.repeat([1, 2, 3, 4], sizes)
+            positions[rows] = np.concatenate([np.arange(size) for size in sizes])
     used = ROWS - ROWS % microbatches
     made = []
     for _ in range(steps):
@@ -210,7 +226,7 @@ def batches(
         targets = np.where(inside, np.roll(tokens, -1, axis=1), -1).astype(np.int32)
         arrays = dict(tokens=tokens, targets=targets, segment_ids=segments, positions=positions)
         if cp > 1:
-            arrays["order"] = order_tokens(segments, cp)
+            arrays["order"] = order_tokens(segments, cp, groups)
         made.append({k: a[:used].reshape(microbatches, -1, LENGTH) for k, a in arrays.items()})
     return made
 
@@ -249,7 +265,7 @@ def make_trainer(
     )  # fmt: skip
 
     def new_state() -> TrainState:
-        alone = replace(oracle_of(case), microbatches=1, packed=True)  # all that have this state
+        alone = replace(oracle_of(case), microbatches=1, packed=True, short=False)
         copied = jax.tree.map(jnp.copy, _first_state(alone, dtype))  # a step donates it
         if pipeline:
             parts = in_slots(pipeline, (copied.params, copied.opt_state))
@@ -285,7 +301,8 @@ def tiny_run(case: Case, dtype: str = "float32", steps: int = STEPS) -> Record:
     """Trains a few steps; returns losses, gradient norms, gradients, MoE metrics."""
     trainer = make_trainer(case, dtype)
     state, metrics = trainer.new_state(), []
-    for batch in batches(case.microbatches, steps, case.parallel.cp, case.packed):
+    rows = (case.packed, case.short, trainer.layout.fold.groups)
+    for batch in batches(case.microbatches, steps, case.parallel.cp, *rows):
         state, out = trainer.step(state, batch)
         if trainer.layout.pipeline and not metrics:
             out["grads"] = in_units(trainer.layout.pipeline, out["grads"])

@@ -3,18 +3,22 @@
 from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from moejax.core import params
-from moejax.core.mesh import ParallelConfig
+from moejax.core.mesh import ParallelConfig, make_mesh
 from moejax.core.precision import PrecisionConfig
 from moejax.data.context import order_tokens
 from moejax.train import step
 from moejax.train.optimizer import OptimizerConfig, decay_mask, make_optimizer
+from moejax.train.setup import Run
 from moejax.train.state import init_state
 from moejax.train.step import TrainConfig
 from pallas_kernels import deviceless
@@ -191,3 +195,16 @@ def test_on_gpus_a_step_is_scheduled_to_hide_communication(monkeypatch):
     made = make_trainer(ALONE)
     with pytest.raises(jax.errors.JaxRuntimeError, match="no_such_option"):
         made.step(made.new_state(), batches(1, 1)[0])
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "ring"])
+def test_a_run_orders_tokens_as_its_kind_of_cp_wants_them(kind):
+    grid, ids = ParallelConfig(cp=4, ep=4, cp_kind=kind).fold(), np.repeat([[1, 2, 3, 4]] * 2, 4, 1)
+    shape = jax.ShapeDtypeStruct((1, 2, 16), np.int32, sharding=NamedSharding(make_mesh(grid), P()))
+    run: Any = SimpleNamespace(
+        layout=SimpleNamespace(fold=grid), abstract_batch=lambda: {"order": shape}
+    )
+    order = Run.put(run, {"segment_ids": ids})["order"]
+    whole = np.tile(np.arange(16), (1, 2, 1))
+    assert np.array_equal(order, whole) == (kind == "dynamic")
+    np.testing.assert_array_equal(order[0], order_tokens(ids, 4, grid.groups))

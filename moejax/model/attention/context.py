@@ -8,8 +8,12 @@
                   group holds the rows that its ranks had, and the groups form the ring.
     all_gather    k and v (MLA: the latents that these are made of) of whole rows, again for the
                   backward; queries stay.
+    dynamic       the same within groups of neighbouring ranks, the smallest that hold each document
+                  of the microbatch whole: the host cuts documents over no more ranks than their
+                  lengths ask for (`moejax.data.dynamic`). Where none is cut, nothing is sent, and
+                  each rank attends what it has, by the fused kernels.
 
-The last three have queries of other places than keys: what sees what goes by place, which XLA's
+The others have queries of other places than keys: what sees what goes by place, which XLA's
 attention knows, and the fused kernels do not.
 
 In a pipeline a layer may run in a branch that other stages do not take, and there a ring's
@@ -19,6 +23,8 @@ for one head of whole rows; the gather of a head and the attention of the one be
 if XLA sees to it.
 """
 
+from collections.abc import Callable
+from functools import partial
 from math import gcd, prod
 
 import jax
@@ -45,8 +51,14 @@ def attend(
     spread = stream.spread
     if spread is None:
         return _attend(arrays, sinks, (stream.segment_ids_bL, ids_bS), None, asked)
-    if fold.context == "all_gather":
-        return _gathering(arrays, sinks, spread, fold["cp"], asked)
+    if gathers(fold):
+
+        def run(group, axes):
+            if not axes:
+                return _attend(arrays, sinks, (stream.segment_ids_bL, ids_bS), None, asked)
+            return _gathering(arrays, sinks, group, axes, asked)
+
+        return in_groups(run, spread, fold)
     inner, outer = split_axes(fold, arrays[1].shape[2])
     with jax.named_scope("context"):
         group = _of_groups(spread, inner, outer)
@@ -61,6 +73,30 @@ def attend(
         out, _ = with_sinks(out, lse, sinks)
     with jax.named_scope("context"):
         return _to_length(out, inner, moved)
+
+
+def gathers(fold: Fold) -> bool:
+    """Whether queries stay, and what keys are made of is gathered."""
+    return bool(fold["cp"]) and fold.context in ("all_gather", "dynamic")
+
+
+def in_groups(
+    run: Callable[[Spread | None, Axes], Array], spread: Spread | None, fold: Fold
+) -> Array:
+    """Returns run(how rows are spread over the ranks from which to gather, the axes of these): all
+    of cp, or, with "dynamic", the smallest group that holds each document whole. Where that is one
+    rank (None, ()), where nothing is gathered (spread, ()).
+
+    All ranks of cp know the whole rows, so all of them take the same branch.
+    """
+    if spread is None or not gathers(fold):
+        return run(spread, ())
+    if not spread.groups:
+        return run(spread, fold["cp"])
+    branches = [lambda: run(None, ())]
+    for count, group in enumerate(spread.groups, start=1):
+        branches.append(partial(run, group, fold["cp"][-count:]))
+    return jax.lax.switch(spread.level, branches)
 
 
 def attend_whole(arrays: Heads, sinks: Sinks, spread: Spread, asked: Asked):

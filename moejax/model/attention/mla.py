@@ -15,6 +15,8 @@ then runs over latents, as one shared key/value head, and no key or value is eve
 backward: the largest activations of the layer are then never kept.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -24,10 +26,18 @@ from moejax.core import collectives, params
 from moejax.core.mesh import Fold
 from moejax.core.precision import PrecisionConfig
 from moejax.model.attention.config import AttentionConfig
-from moejax.model.attention.context import Asked, attend, attend_whole, gather_rows, saving_results
+from moejax.model.attention.context import (
+    Asked,
+    Axes,
+    attend,
+    attend_whole,
+    gather_rows,
+    gathers,
+    in_groups,
+    saving_results,
+)
 from moejax.model.attention.gqa import check_heads
 from moejax.model.attention.memory import Memory, recall
-from moejax.model.context import Spread
 from moejax.model.norm import RMSNorm
 from moejax.model.rope import apply_rope
 from moejax.model.stream import Stream
@@ -82,10 +92,15 @@ class LatentAttention(nnx.Module):
         w_kv, sinks = self.w_kv_up[...], self.sinks[...] if self.cfg.sinks else None
         known = held
         (c_bSR, rope_bSP), ids_bS, held = recall((c_blR, rope_blP), held, stream, self.window)
-        how = self._attend_expanded if known is None else self._attend_absorbed
-        if self._gathered(stream) or self.cfg.mla.recompute_up:
-            how = saving_results(how)
-        out_blnV = how(from_TC, c_bSR, rope_bSP, w_q, w_kv, sinks, stream, ids_bS)
+
+        def run(spread, axes):
+            how = partial(self._attend_expanded, axes) if known is None else self._attend_absorbed
+            if gathers(self.fold) or self.cfg.mla.recompute_up:
+                how = saving_results(how)
+            here = stream._replace(spread=spread)
+            return how(from_TC, c_bSR, rope_bSP, w_q, w_kv, sinks, here, ids_bS)
+
+        out_blnV = in_groups(run, stream.spread, self.fold)
         out_Td = out_blnV.reshape(-1, self.w_o.shape[0])
         return collectives.psum_scatter(linear(out_Td, self.w_o[...]), self.fold["tp"]), held
 
@@ -111,30 +126,27 @@ class LatentAttention(nnx.Module):
         q_blnH, q_blnP = q[..., : cfg.head_dim], q[..., cfg.head_dim :]
         return q_blnH, apply_rope(q_blnP, stream.rope, cfg.rope.layout)
 
-    def _gathered(self, stream: Stream) -> Spread | None:
-        """How rows are spread of which latents are gathered over cp; None: of none."""
-        return stream.spread if self.fold.context == "all_gather" else None
+    def _asked(self) -> Asked:
+        return Asked(self.window or None, self.cfg.scale, self.cfg.impl or None)
 
-    def _attend(self, q, k, v, sinks, stream: Stream, ids_bS):
-        asked = Asked(self.window or None, self.cfg.scale, self.cfg.impl or None)
-        if spread := self._gathered(stream):
-            return attend_whole((q, k, v), sinks, spread, asked)
-        return attend((q, k, v), sinks, stream, ids_bS, asked, self.fold)
-
-    def _attend_expanded(self, from_TC, c_blR, rope_blP, w_q, w_kv, sinks, stream, ids_bL):
-        """Returns out_blnV: keys and values are made of the latents. For many queries a key."""
-        cfg = self.cfg
+    def _attend_expanded(
+        self, gathered: Axes, from_TC, c_blR, rope_blP, w_q, w_kv, sinks, stream: Stream, ids_bL
+    ):
+        """Returns out_blnV: keys and values are made of the latents, which are gathered over these
+        axes. For many queries a key."""
+        cfg, spread = self.cfg, stream.spread if gathered else None
         q_blnH, q_blnP = self._queries(from_TC, w_q, stream)
-        if spread := self._gathered(stream):
-            both = (c_blR, rope_blP)
-            c_blR, rope_blP = (gather_rows(x, spread, self.fold["cp"]) for x in both)
+        if spread is not None:
+            c_blR, rope_blP = (gather_rows(x, spread, gathered) for x in (c_blR, rope_blP))
         kv = linear(c_blR.reshape(-1, c_blR.shape[-1]), w_kv)
         kv = kv.reshape(*c_blR.shape[:2], -1, cfg.head_dim + cfg.value_dim)
         k_blnH, v_blnV = kv[..., : cfg.head_dim], kv[..., cfg.head_dim :]
         rope_blnP = jnp.broadcast_to(rope_blP[:, :, None], (*k_blnH.shape[:3], cfg.rope_dim))
         q = jnp.concatenate([q_blnH, q_blnP], axis=-1)
         k = jnp.concatenate([k_blnH, rope_blnP], axis=-1)
-        return self._attend(q, k, v_blnV, sinks, stream, ids_bL)
+        if spread is not None:
+            return attend_whole((q, k, v_blnV), sinks, spread, self._asked())
+        return attend((q, k, v_blnV), sinks, stream, ids_bL, self._asked(), self.fold)
 
     def _attend_absorbed(self, from_TC, c_bSR, rope_bSP, w_q, w_kv, sinks, stream, ids_bS):
         """Returns out_blnV: attention over latents. For few queries and many held tokens."""
@@ -144,5 +156,6 @@ class LatentAttention(nnx.Module):
         q_blnR = jnp.einsum("blnH,RnH->blnR", q_blnH, w_Rnd[..., : cfg.head_dim])
         q = jnp.concatenate([q_blnR, q_blnP], axis=-1)
         k = jnp.concatenate([c_bSR, rope_bSP], axis=-1)
-        out_blnR = self._attend(q, k[:, :, None], c_bSR[:, :, None], sinks, stream, ids_bS)
+        arrays = (q, k[:, :, None], c_bSR[:, :, None])
+        out_blnR = attend(arrays, sinks, stream, ids_bS, self._asked(), self.fold)
         return jnp.einsum("blnR,RnV->blnV", out_blnR, w_Rnd[..., cfg.head_dim :])

@@ -147,14 +147,14 @@ class _Walk:
     def branch(
         self, one: hlo.Instruction, times: float, context: Context
     ) -> tuple[Event, ...]:
-        """The longest branch of a conditional, as often as its name says it is taken (the pipeline
-        player's `_by_table`); else every time."""
+        """The longest branch of a conditional (of dynamic cp the largest groups), as often as its
+        name says it is taken (the pipeline player's `_by_table`); else every time."""
         names = re.findall(r"%([\w.-]+)", one.attribute(r"branch_computations=\{([^}]*)\}"))
         names += re.findall(r"(?:true|false)_computation=%([\w.-]+)", one.attributes)
         taken = re.search(r"/taken_(\d+)_of_(\d+)/", one.op_name)
         share = int(taken[1]) / int(taken[2]) if taken else 1.0
-        branches = (self.events(name, times * share, context) for name in names)
-        longest = max(branches, key=len, default=())
+        branches = [self.events(name, times * share, context) for name in names]
+        longest = max(branches, key=_weight, default=())
         if taken:
             return (Loop(f"taken {taken[1]} of {taken[2]}", share, longest),) if longest else ()
         self.notes.append(f"{one.name} has branches: the longest is taken")
@@ -180,7 +180,8 @@ class _Walk:
             self.notes.append(f"{loop.name} has no known trip count: counted once")
             return 1.0
         length, keys = max(cuts)
-        windowed = self.window if self.starts_late(loop) else 0
+        documents = "/causal/" in loop.op_name  # for which, alone, keys may be skipped too
+        windowed = self.window if self.starts_late(loop) and not documents else 0
         return seen_blocks(length, int(length // context.trips), keys, windowed)
 
     def starts_late(self, loop: hlo.Instruction) -> bool:
@@ -190,6 +191,14 @@ class _Walk:
         while first.opcode in ("copy", "bitcast") and first.operands:
             first = self.module.by_name[first.operands[0]]
         return not (first.opcode == "constant" and first.inside == "0")
+
+
+def _weight(events: tuple[Event, ...]) -> float:
+    """Bytes, read, written or sent, and FLOPs as bytes, of events."""
+    return sum(
+        times * (work.bytes + work.wire + work.flops / FLOPS_A_BYTE)
+        for work, times, _ in flat(events)
+    )
 
 
 def seen_blocks(length: int, rows: int, keys: int, window: int) -> float:
