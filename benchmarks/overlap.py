@@ -17,10 +17,12 @@ from pathlib import Path
 import jax
 
 from moejax.config import Config, load_recipe
-from moejax.plan import hardware
+from moejax.core import sharding
+from moejax.parallel.stages import pipeline_of
+from moejax.plan import hardware, resting
 from moejax.plan.compile import Compiled, compile_step
 from moejax.plan.confirm import compiled_plan
-from moejax.plan.operations import ATTENTION, GEMM, GROUPED, Event, Loop, Work
+from moejax.plan.operations import ATTENTION, GEMM, GROUPED, Event, Loop, Start, Work
 from moejax.plan.plans import Plan
 from moejax.plan.reader.program import spans_of
 from moejax.plan.timeline import COMMUNICATION, COMPUTE
@@ -34,6 +36,9 @@ RECIPES = (
 )
 """(file, recipe, published TFLOP/s a GPU of the same fold; BF16 unless it says otherwise)."""
 PRODUCTS = (GEMM, GROUPED, ATTENTION)
+STATES = ("weights and gradients", "masters and optimizer", "activations")
+THEIRS = ("deepseek_v3_pp4_gb200x256", (36.4, 32.1, 131.0))
+"""(the plan that Megatron Core's paper weighs, its GB a GPU of `STATES`, BF16)."""
 EP = ("ep dispatch", "ep combine")
 GB, MS = 1e9, 1e-3
 
@@ -110,8 +115,9 @@ def summary(rows: list[tuple[Plan, Compiled, str]]) -> Iterator[str]:
 
 def pair(plan: Plan) -> Iterator[str]:
     """Yields the dispatches and combines of one pair of layers in steady state, as scheduled."""
-    sent = lambda spans: sum(span.work.wire for span in spans if span.work.role in EP)  # noqa: E731
-    name, spans = max(plan.timeline.spans.items(), key=lambda item: sent(item[1]))
+    begun = {id(event.work) for event in steady(plan.events) if isinstance(event, Start)}
+    of_pair = lambda item: sum(id(span.work) in begun for span in item[1])  # noqa: E731
+    name, spans = max(plan.timeline.spans.items(), key=of_pair)
     yield f"\n## {plan.name}: one turn of `{name or 'step'}`\n"
     yield "| ms | until | what | GPUs | MB sent | products meanwhile, ms |"
     yield "|---|---|---|---|---|---|"
@@ -132,6 +138,62 @@ def pair(plan: Plan) -> Iterator[str]:
         )
 
 
+def memory(rows: list[tuple[Plan, Compiled, str]]) -> Iterator[str]:
+    """Yields what each merged step needs, by kind, at the moment that needs most."""
+    plans = [plan for plan, *_ in rows if plan.config.parallel.schedule == "merged"]
+    yield "\n## GB a GPU at the moment that needs most\n"
+    yield "| | " + " | ".join(plan.name for plan in plans) + " |"
+    yield "|---|" + "---|" * len(plans)
+    for kind in dict.fromkeys(kind for plan in plans for kind, _ in plan.memory.kinds):
+        sizes = (dict(plan.memory.kinds).get(kind, 0.0) / GB for plan in plans)
+        yield f"| {kind} | " + " | ".join(f"{size:.1f}" for size in sizes) + " |"
+    yield "| all | " + " | ".join(f"{plan.memory.total / GB:.1f}" for plan in plans) + " |"
+
+
+def held(config: Config, num_gpus: int) -> dict[str, tuple[int, float]]:
+    """Returns {part of the model: (places for its layers, parameters)} of one GPU as a stage uses
+    them: those of its tp and ep, of all layers it has places for."""
+    fold, pipeline = config.parallel.fold(num_gpus), pipeline_of(config.parallel, config.model)
+    assert pipeline is not None
+    found: dict[str, tuple[int, float]] = {}
+    for weight in resting.weights(config):
+        part, size = weight.path.split("'")[1], weight.elements(sharding.COMPUTE, fold)
+        places = 1
+        if part.startswith("stack_"):
+            k = int(part.removeprefix("stack_"))
+            places = pipeline.placement.units[k].shape[1]
+            size *= fold.degree("pp") * places / pipeline.stacks[k][1]
+        found[part] = places, found.get(part, (0, 0.0))[1] + size
+    return found
+
+
+def beside(plan: Plan) -> Iterator[str]:
+    """Yields a plan's memory beside the published one, in closed form and as compiled."""
+    parts, kinds = held(plan.config, plan.num_gpus), dict(plan.memory.kinds)
+    yield f"\n## {plan.name} beside Megatron Core\n"
+    yield "| part | layers a GPU has places for | parameters, B | BF16 and float32 sums, GB |"
+    yield "|---|---|---|---|"
+    for part, (places, size) in parts.items():
+        if size > 1e6:
+            yield f"| {part} | {places} | {size / 1e9:.2f} | {6 * size / GB:.1f} |"
+    used = sum(size for _, size in parts.values())
+    masters = sum(kinds[kind] for kind in ("weights", "optimizer state"))
+    rest = plan.memory.total - masters - 6 * used
+    yield f"| all | | {used / 1e9:.2f} | {6 * used / GB:.1f} |"
+    yield "\n| GB a GPU | here | Megatron Core |\n|---|---|---|"
+    for state, mine, theirs in zip(STATES, (6 * used, masters, rest), THEIRS[1], strict=True):
+        yield f"| {state} | {mine / GB:.1f} | {theirs} |"
+    yield (
+        "\nWeights and gradients: all GPUs run one program, so each has places for the most layers "
+        "of every kind that any stage has, and for the module that predicts ahead, which runs with "
+        "the loss on every rank; Megatron Core's first stage alone has dense layers, its last the "
+        "module. Its 36.4 GB are 14.8 MoE layers at 6 bytes a parameter, about 61 / 4. Masters and "
+        "optimizer: 12 bytes a parameter here and there; experts, with edp=1, are not split "
+        "further. Activations: here experts and attention are computed again and what travelled is "
+        'saved (remat="selective"); the published figure recomputes nothing.'
+    )
+
+
 def main(names: list[str]) -> None:
     """Compiles the recipes of those names (all, if none) and writes the tables."""
     jax.config.update("jax_platforms", "cpu")  # here; the compiling processes see GPUs
@@ -141,6 +203,9 @@ def main(names: list[str]) -> None:
             config = load_recipe(f"configs/{file}.py:{recipe}")
             rows += [(*made(one), published) for one in (config, apart(config))]
     lines = [__doc__.split("\n\n")[0] + "\n", __doc__.split("\n\n", 2)[2], *summary(rows)]
+    lines += memory(rows)
+    for plan, *_ in rows:
+        lines += beside(plan) if plan.name == THEIRS[0] else ()
     for plan, *_ in rows:
         lines += pair(plan)
     print("\n".join(lines))
