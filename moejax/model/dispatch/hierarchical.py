@@ -15,8 +15,8 @@ number of nodes, r the number of devices, that a token's K experts are on:
 
 h is at most min(n, K), and at most the groups of experts that a router allows. Drawn evenly it is
 n (1 - (1 - 1/n)^K) on average: K=8 over 8 nodes crosses 5.25 times, limited to 4 of them
-(DeepSeek-V3) 3.6. There a row is 2 D + 8 K bytes (bfloat16; an int32 and a float32 a choice), back
-it is 2 D.
+(DeepSeek-V3) 3.6. There a row is 2 D + 8 K bytes (bfloat16; a choice is a weight and an id, both
+float32), back it is 2 D.
 
 Room: hop 1 receives n t rows at most, hop 2 and the experts ep t min(K, E/ep), as "ragged"; with a
 budget, all of them `budget` times a balanced load of t K slots, where that is less. Where a device
@@ -34,6 +34,7 @@ from jaxtyping import Array, Int
 
 from moejax.core import collectives
 from moejax.core.mesh import Fold
+from moejax.core.precision import at_least_float32
 from moejax.model.dispatch.base import (
     Dispatched,
     Dispatcher,
@@ -114,13 +115,17 @@ def _hop(arrays, num_ids: int, role: str, room: Room, fold: Fold):
     there, back, excess = tables(sizes_r, room.received, axes)
 
     def send(a, empty):
-        out = collectives.vary(jnp.full((room.received, *a.shape[1:]), empty, a.dtype), fold.all)
-        return collectives.ragged_all_to_all(a, out, *there, axes)
+        out = jnp.broadcast_to(jnp.asarray(empty, a.dtype), (room.received, a.shape[1]))
+        return collectives.ragged_all_to_all(a, collectives.vary(out, fold.all), *there, axes)
 
-    x_rD, weights_rK = (send(permute(a, *order), 0) for a in (x_tD, weights_tK))
-    ids_rK = send(ids_tK[jnp.maximum(order.tokens_s, 0)], num_ids)
+    # Ids and weights go together, as numbers of one dtype that has all ids: one exchange less.
+    wide, K = at_least_float32(weights_tK.dtype), ids_tK.shape[1]
+    ids_sK = ids_tK[jnp.maximum(order.tokens_s, 0)].astype(wide)
+    both = jnp.concatenate([permute(weights_tK.astype(wide), *order), ids_sK], axis=1)
+    both = send(both, jnp.repeat(jnp.array([0, num_ids]), K))
+    weights_rK, ids_rK = both[:, :K].astype(weights_tK.dtype), both[:, K:].astype(ids_tK.dtype)
     ids_rK = local_ids(ids_rK, collectives.axis_index(axes) * here, here)
-    return (x_rD, ids_rK, weights_rK), Hop(order, back), unsent + excess
+    return (send(permute(x_tD, *order), 0), ids_rK, weights_rK), Hop(order, back), unsent + excess
 
 
 def dispatch(
