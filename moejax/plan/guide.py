@@ -42,6 +42,15 @@ OPTIONS = {
 }
 
 
+EXCHANGES = ("ep dispatch", "ep combine")
+CROWDED = 1.4
+"""What these take, of their price alone: two of them often share a link, which the scheduler, to
+which each has a time of its own, cannot know."""
+LEAST = 0.3e-3
+"""Seconds that the smallest of them (ids, weights) is said to take: about a product's, so that the
+scheduler lets one run beside it."""
+
+
 def streams(config: Config) -> int:
     """Returns how many collectives a step has in flight; more than 1: it is compiled by price,
     which merged microbatches are, since they are there to overlap."""
@@ -55,6 +64,8 @@ def profile(program: Program, cluster: Cluster) -> str:
     lines = []
     for name, events in program.by_instruction.items():
         match events:
+            case (Start(work, _),) if work.role in EXCHANGES:
+                takes = max(CROWDED * seconds(work, cluster), LEAST)
             case (Run(work),) | (Start(work, _),):
                 takes = seconds(work, cluster)
             case _:

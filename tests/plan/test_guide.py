@@ -58,6 +58,15 @@ def test_what_each_instruction_takes_is_said_in_microseconds():
     )
 
 
+def test_dispatch_and_combine_are_said_to_take_more_so_that_products_fit_beside():
+    """Of rows by what shares their link; of ids and weights, tiny, as long as a product."""
+    rows, ids = (replace(SEND, role="ep dispatch", wire=wire) for wire in (1e9, 1e3))
+    events: dict[str, tuple[Event, ...]] = {"rows": (Start(rows, "r"),), "ids": (Start(ids, "i"),)}
+    text = guide.profile(Program((), {}, {}, (), events), H100)
+    found = {k: float(v) for k, v in re.findall(r'name: "([^"]+)" cost_us: ([\d.]+)', text)}
+    assert found == pytest.approx({"rows": 1.4e6 * seconds(rows, H100), "ids": 300.0}, rel=1e-4)
+
+
 @pytest.mark.parametrize(
     "arguments, temp_free, right", [(25, 80 * 0.92 - 25, 14.0), (5, 80 * 0.92 - 5, 54.0)]
 )
