@@ -71,7 +71,8 @@ class ParallelConfig:
     beyond it: "hierarchical" dispatch crosses nodes once a token. 0: ep stays inside a node."""
     zero: int = 1
     """ZeRO stage. 0: weights and optimizer state replicated over data-parallel ranks; 1: both
-    rest sharded, weights gathered once a step; 3: gathered again where each layer starts."""
+    rest sharded, weights gathered once a step; 3: gathered again for each layer, while the one
+    before it runs."""
 
     def __post_init__(self):
         for name in (*ATTENTION, *EXPERTS, "vpp", "node"):

@@ -132,7 +132,7 @@ def scan_layers(
             d_weights, dx = backward(layer, weights, b, saved_l, shared, (dy, daux_l), remat)
             (d_params,) = pull(d_weights)
             if sums is not None:
-                sums = jax.tree.map(partial(_add_to, nth), sums, d_params[0])
+                sums = jax.tree.map(partial(add_to, nth), sums, d_params[0])
                 d_params = d_params[1]
             return (dx, sums), d_params
 
@@ -145,7 +145,7 @@ def scan_layers(
     return run(params, x, buffers, shared, sums)
 
 
-def _add_to(nth, sum_L, d):
+def add_to(nth, sum_L, d):
     """Returns stacked sums with d added to the nth, in its place."""
     new = lax.dynamic_index_in_dim(sum_L, nth, keepdims=False) + d.astype(sum_L.dtype)
     return lax.dynamic_update_index_in_dim(sum_L, new, nth, 0)

@@ -16,6 +16,7 @@ from moejax.core import collectives, params
 from moejax.core.mesh import Fold
 from moejax.core.precision import PrecisionConfig, at_least_float32
 from moejax.core.sharding import gathered_as, is_dims, to_compute
+from moejax.model.ahead import scan_ahead
 from moejax.model.attention import Cache
 from moejax.model.attention.memory import last
 from moejax.model.block import Inputs, Unit
@@ -267,7 +268,10 @@ class Transformer(nnx.Module):
         # What gets a gradient, beside x, is a parameter to the scan.
         stored = (weights, (inputs.probe_M, inputs.next_tD))
         kept = (buffers, inputs._replace(probe_M=None, next_tD=None))
-        x_tD, (auxes, holds), made = scan_layers(
+        shards = self.fold["dp"] + self.fold["edp"]
+        gathers = self.zero == 3 and shards and len(inputs.layer) > 1
+        scan = scan_ahead if gathers else scan_layers
+        x_tD, (auxes, holds), made = scan(
             layer, weights_of, stored, kept, x_tD, stream, remat=self.cfg.remat, sums=sums
         )
         auxes = {name: aux | {"experts": made[name]} for name, aux in auxes.items()}

@@ -52,9 +52,11 @@ scheduler lets one run beside it."""
 
 
 def streams(config: Config) -> int:
-    """Returns how many collectives a step has in flight; more than 1: it is compiled by price,
-    which merged microbatches are, since they are there to overlap."""
-    return STREAMS if config.parallel.schedule == "merged" else 1
+    """Returns how many collectives a step has in flight; more than 1: it is compiled by price, as
+    is what is there to overlap: merged microbatches, and weights gathered a layer ahead. (XLA's own
+    schedule hides nothing of these: it takes any kernel for as long as any other.)"""
+    parallel = config.parallel
+    return STREAMS if parallel.schedule == "merged" or parallel.zero == 3 else 1
 
 
 def profile(program: Program, cluster: Cluster) -> str:
@@ -106,7 +108,7 @@ def slop(memory: Any, cluster: Cluster) -> int:
 
 def compiler(config: Config, folder: Path) -> Callable[[jax.stages.Lowered], jax.stages.Compiled]:
     """Returns what compiles the train step of a run on the devices of this job: once, and by price
-    where microbatches are merged. For devices that have no prices it says so."""
+    where `streams` says so. For devices that have no prices it says so."""
     kind, num_gpus = jax.devices()[0].device_kind, len(jax.devices())
     gpu, once = gpu_of(kind), lambda lowered: lowered.compile()
     if streams(config) == 1:

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import overlap
 from configs.demo import demo
-from configs.qwen3_moe import qwen3_235b_a22b_pp8_h100x256
+from configs.qwen3_moe import qwen3_30b_a3b_h100x16, qwen3_235b_a22b_pp8_h100x256
 from moejax.config import Config
 from moejax.core.mesh import ParallelConfig
 from moejax.plan import guide
@@ -145,3 +145,22 @@ def test_by_price_dispatch_and_combine_run_under_products():
     program = compile_step(overlap.apart(small()), H100, 64).text
     saved = r"bf16\[\d+,20480,4096\]"  # rows of 2,048 tokens, eight times, and a quarter more
     assert re.search(saved, program) and not re.search(rf"= {saved}\S* copy\(", program)
+
+
+def gathering() -> Config:
+    """Layers of Qwen3-30B as they are, six of them, on 16 H100s that gather their weights."""
+    base = qwen3_30b_a3b_h100x16()
+    return replace(base, name="qwen3_30b_h100x16", model=replace(base.model, num_layers=6))
+
+
+@pytest.mark.deviceless
+def test_weights_are_gathered_and_gradients_reduced_beside_products():
+    """In the loops over layers: all that is large has a product between start and done."""
+    plan = compiled_plan(gathering(), H100, 16)
+    bodies: dict[str, list[list[Work]]] = {"forward": [], "backward": []}
+    for work, times, _, inside in spans_of(plan.events, 1):
+        if work.role in ("zero gather", "zero reduce") and work.wire > 1e8 and times > 4:
+            bodies[work.phase].append(inside)
+    assert len(bodies["forward"]) == 2 and len(bodies["backward"]) == 4  # the experts' two weights
+    for inside in bodies["forward"] + bodies["backward"]:
+        assert any(one.kind in overlap.PRODUCTS for one in inside)
