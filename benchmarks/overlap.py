@@ -22,6 +22,7 @@ from moejax.parallel.stages import pipeline_of
 from moejax.plan import hardware, resting
 from moejax.plan.compile import Compiled, compile_step
 from moejax.plan.confirm import compiled_plan
+from moejax.plan.guide import EXCHANGES as EP
 from moejax.plan.operations import ATTENTION, GEMM, GROUPED, Event, Loop, Start, Work
 from moejax.plan.plans import Plan
 from moejax.plan.reader.program import spans_of
@@ -39,7 +40,6 @@ PRODUCTS = (GEMM, GROUPED, ATTENTION)
 STATES = ("weights and gradients", "masters and optimizer", "activations")
 THEIRS = ("deepseek_v3_pp4_gb200x256", (36.4, 32.1, 131.0))
 """(the plan that Megatron Core's paper weighs, its GB a GPU of `STATES`, BF16)."""
-EP = ("ep dispatch", "ep combine")
 GB, MS = 1e9, 1e-3
 
 
@@ -188,8 +188,8 @@ def beside(plan: Plan) -> Iterator[str]:
         "of every kind that any stage has, and for the module that predicts ahead, which runs with "
         "the loss on every rank; Megatron Core's first stage alone has dense layers, its last the "
         "module. Its 36.4 GB are 14.8 MoE layers at 6 bytes a parameter, about 61 / 4. Masters and "
-        "optimizer: 12 bytes a parameter here and there; experts, with edp=1, are not split "
-        "further. Activations: here experts and attention are computed again and what travelled is "
+        "optimizer: 12 bytes a parameter, and experts, with edp=1, are not split further: here those "
+        "of 16 layers and the module; 32.1 GB are those of 15. Activations: here experts and attention are computed again and what travelled is "
         'saved (remat="selective"); the published figure recomputes nothing.'
     )
 

@@ -40,8 +40,6 @@ OPTIONS = {
     "xla_gpu_all_reduce_combine_threshold_bytes": 0,
     "xla_gpu_reduce_scatter_combine_threshold_bytes": 0,
 }
-
-
 EXCHANGES = ("ep dispatch", "ep combine")
 CROWDED = 1.4
 """What these take, of their price alone: two of them often share a link, which the scheduler, to
