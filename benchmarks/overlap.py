@@ -188,9 +188,10 @@ def beside(plan: Plan) -> Iterator[str]:
         "of every kind that any stage has, and for the module that predicts ahead, which runs with "
         "the loss on every rank; Megatron Core's first stage alone has dense layers, its last the "
         "module. Its 36.4 GB are 14.8 MoE layers at 6 bytes a parameter, about 61 / 4. Masters and "
-        "optimizer: 12 bytes a parameter, and experts, with edp=1, are not split further: here those "
-        "of 16 layers and the module; 32.1 GB are those of 15. Activations: here experts and attention are computed again and what travelled is "
-        'saved (remat="selective"); the published figure recomputes nothing.'
+        "optimizer: 12 bytes a parameter, and experts, with edp=1, are not split further: here "
+        "those of 16 layers and the module; 32.1 GB are those of 15. Activations: here experts and "
+        'attention are computed again and what travelled is saved (remat="selective"); the '
+        "published figure recomputes nothing."
     )
 
 

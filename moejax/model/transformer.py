@@ -16,7 +16,6 @@ from moejax.core import collectives, params
 from moejax.core.mesh import Fold
 from moejax.core.precision import PrecisionConfig, at_least_float32
 from moejax.core.sharding import gathered_as, is_dims, to_compute
-from moejax.model.ahead import scan_ahead
 from moejax.model.attention import Cache
 from moejax.model.attention.memory import last
 from moejax.model.block import Inputs, Unit
@@ -24,6 +23,7 @@ from moejax.model.config import ModelConfig
 from moejax.model.context import my_tokens
 from moejax.model.mtp import MTP
 from moejax.model.norm import RMSNorm
+from moejax.model.prefetch import scan_prefetched
 from moejax.model.rope import rope_table
 from moejax.model.stack import scan_layers
 from moejax.model.stream import (
@@ -270,7 +270,7 @@ class Transformer(nnx.Module):
         kept = (buffers, inputs._replace(probe_M=None, next_tD=None))
         shards = self.fold["dp"] + self.fold["edp"]
         gathers = self.zero == 3 and shards and len(inputs.layer) > 1
-        scan = scan_ahead if gathers else scan_layers
+        scan = scan_prefetched if gathers else scan_layers
         x_tD, (auxes, holds), made = scan(
             layer, weights_of, stored, kept, x_tD, stream, remat=self.cfg.remat, sums=sums
         )

@@ -22,7 +22,7 @@ from jax import lax
 from moejax.model.stack import Layer, add_to, backward, forward
 
 
-def scan_ahead(
+def scan_prefetched(
     layer: Layer, weights_of: Callable[[Any], Any], params, buffers, x, shared, *,
     remat: str = "none", sums=None,
 ):  # fmt: skip
