@@ -2,8 +2,8 @@
 
 `COMPUTE` is what a layer sees. `STORE` is how parameters and optimizer state rest. ZeRO is the
 difference between the two: stage 0 has none; stage 1 gathers from STORE to COMPUTE once a step;
-stage 3 for each layer (`model.prefetch`). The transpose of either gather is the reduce-scatter of the
-gradient, and the experts have a data-parallel role of their own (`edp`).
+stage 3 for each layer (`model.prefetch`). The transpose of either gather is the reduce-scatter of
+the gradient, and the experts have a data-parallel role of their own (`edp`).
 """
 
 import jax
